@@ -1,0 +1,146 @@
+"""Every setting with its type, default and meaning. Hydra checks each YAML file and override against these classes.
+
+Learn the system's knobs by reading this file; `conf/` holds only choices that differ from it. No torch here: a bad
+setting must be reported before anything heavy loads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Optional
+
+
+class EngineKind(Enum):
+    auto = "auto"  # the best engine this machine can run
+    local = "local"  # embedded, in this process, on the policy's own parameters
+
+
+class LayoutKind(Enum):
+    auto = "auto"  # trees on the CPU; on a GPU packed, for flash-attention
+    padded = "padded"
+    packed = "packed"
+    trees = "trees"  # a group's prompt once, its completions as branches
+
+
+class Schedule(Enum):
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+
+
+@dataclass
+class TinyConfig:
+    """Shape of the embedded model, used where model.path is null."""
+
+    layers: int = 2
+    hidden_size: int = 128
+    intermediate_size: int = 384
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    rope_theta: float = 100.0
+    init_std: float = 0.02
+    max_positions: int = 4096
+    words: list[str] = field(default_factory=list)  # texts that become one token each
+
+
+@dataclass
+class ModelConfig:
+    path: Optional[str] = None  # a Hugging Face folder on this disk; null: the embedded tiny model
+    tiny: TinyConfig = field(default_factory=TinyConfig)
+
+
+@dataclass
+class EngineConfig:
+    kind: EngineKind = EngineKind.auto
+    slots: int = 128  # completions sampled at a time; the KV cache holds this many
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW, gradient clipping and the learning rate's course."""
+
+    lr: float = 3e-6
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    warmup_steps: int = 0
+    schedule: Schedule = Schedule.constant
+    final_lr: float = 0.1  # share of lr that cosine and linear end at
+    max_grad_norm: float = 1.0
+
+
+@dataclass
+class PolicyConfig:
+    layout: LayoutKind = LayoutKind.auto
+    row_tokens: int = 2048  # tokens of one packed row: what a forward/backward holds at a time
+    max_bad_steps: int = 3  # steps in a row with a non-finite gradient before the run ends
+
+
+@dataclass
+class AlgoConfig:
+    """Functions by `_target_`; other keys are their arguments."""
+
+    advantage: dict[str, Any] = field(default_factory=lambda: {"_target_": "hybrid_rl.algo.mean_only.advantages"})
+    loss: dict[str, Any] = field(default_factory=lambda: {"_target_": "hybrid_rl.algo.ppo_clip.loss"})
+
+
+@dataclass
+class RolloutConfig:
+    batch_size: int = 128  # rollouts that a step trains on
+    group_size: int = 16  # of which so many answer the same task
+    temperature: float = 1.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0  # 1: off
+    max_tokens: int = 128  # sampled tokens of a completion
+    max_prompt_tokens: int = 512
+    max_replacements: int = 4  # rounds in which groups without a signal are replaced by new ones
+    reward_workers: int = 1  # processes that score while others generate
+    reward_timeout: float = 10.0  # seconds for one reward
+
+
+@dataclass
+class SftConfig:
+    steps: int = 100  # 0: no warm-up
+    batch_size: int = 32
+    curriculum: float = 0.0  # share of the steps over which the longest example grows from shortest to longest
+    checkpoint_every: int = 0  # steps; 0: only at the end of the stage
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=2e-5))
+
+
+@dataclass
+class RlConfig:
+    steps: int = 20
+    checkpoint_every: int = 10
+    keep_checkpoints: int = 2
+    eval_every: int = 0  # 0: only before and after the stage
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+
+@dataclass
+class EvalConfig:
+    temperature: float = 1.0
+    samples: int = 1  # completions a task; their mean counts
+    max_tasks: int = 0  # 0: every held-out task
+
+
+@dataclass
+class Config:
+    name: str = ""  # the recipe's name, set by the recipe
+    seed: int = 0
+    device: str = "auto"  # auto, cpu, cuda
+    threads: int = 0  # CPU threads of torch; 0: one for tiny models, all cores otherwise
+    output_dir: str = "outputs"
+    resume: str = "never"  # never; auto: the newest unfinished run of this recipe, if any; or a run's folder
+    dry_run: bool = False  # check everything, print the plan, stop
+    model: ModelConfig = field(default_factory=ModelConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    algo: AlgoConfig = field(default_factory=AlgoConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    data: dict[str, Any] = field(default_factory=dict)  # _target_: a function that returns hybrid_rl.data.TaskSets
+    reward: dict[str, Any] = field(default_factory=dict)  # _target_: a function (completion, task) → reward
+    sft: SftConfig = field(default_factory=SftConfig)
+    rl: RlConfig = field(default_factory=RlConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)

@@ -1,0 +1,65 @@
+"""What a person sees while a run goes on: progress where one waits, one line a step, nothing that clutters a log file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+
+Advance = Callable[..., None]
+
+
+class Console:
+    """Plain lines on standard output; a progress bar only in a terminal, where it leaves nothing behind."""
+
+    def __init__(self) -> None:
+        self._rich = RichConsole(highlight=False, soft_wrap=True)
+
+    def say(self, text: str = "") -> None:
+        self._rich.print(text, markup=False)
+
+    def heading(self, text: str) -> None:
+        self._rich.print(f"\n{text}", style="bold", markup=False)
+
+    @contextmanager
+    def progress(self, what: str, total: int) -> Iterator[Advance]:
+        """Yields advance(count=1, note=""): call it as work is done."""
+        if not self._rich.is_terminal:
+            yield lambda count=1, note="": None
+            return
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
+        with Progress(*columns, console=self._rich, transient=True) as bar:
+            task = bar.add_task(what, total=total, note="")
+            yield lambda count=1, note="": bar.update(task, advance=count, note=note)
+
+
+def step_line(m: dict[str, Any], steps: int) -> str:
+    """One RL step in one line. Counters that should be zero appear only when they are not."""
+    seconds = m["seconds"]
+    phases = " ".join(f"{name} {value:.2f}" for name, value in seconds.items() if value >= 0.005)
+    line = (
+        f"step {m['step']:>{len(str(steps))}}/{steps}  reward {m['reward']:.3f} ±{m['reward_std']:.2f}  length {m['length']:.1f}  "
+        f"truncated {m['truncated']:.1%}  entropy {m['entropy']:.3f}  mismatch {m['mismatch_kl']:.0e}  clip {m['clip_fraction']:.1%}  "
+        f"grad {m['grad_norm']:.2f}  {m['tokens_per_second'] / 1000:.1f}k tok/s  {m['memory_gib']:.2f} GiB  {sum(seconds.values()):.2f} s ({phases})"
+    )
+    notes = [f"{m[key]:.0f} {text}" for key, text in COUNTERS.items() if m.get(key)]
+    return line + ("  ! " + ", ".join(notes) if notes else "")
+
+
+COUNTERS = {
+    "silent_groups": "silent groups replaced",
+    "missing_groups": "groups missing",
+    "reward_errors": "rewards failed",
+    "skipped": "update skipped (gradient not finite)",
+}
+
+
+def eval_line(m: dict[str, Any]) -> str:
+    failed = f"  ! {m['reward_errors']} rewards failed" if m["reward_errors"] else ""
+    return f"evaluation of {EVALUATED[m['name']]}: reward {m['reward']:.3f} on {m['tasks']} held-out tasks, length {m['length']:.1f}, truncated {m['truncated']:.1%}{failed}"
+
+
+EVALUATED = {"base": "the base model", "sft": "the model after SFT", "rl": "the model after RL", "step": "the policy"}

@@ -1,0 +1,114 @@
+"""What this machine can run, and why not the rest: python -m hybrid_rl.doctor."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing looked at; `fix` says what to do where it is not as wanted."""
+
+    name: str
+    ok: bool
+    found: str
+    fix: str = ""
+
+
+def versions() -> dict[str, str]:
+    packages = ("torch", "transformers", "tokenizers", "accelerate", "hydra-core", "safetensors", "numpy")
+    found = {name: importlib.metadata.version(name) for name in packages if importlib.util.find_spec(name.replace("hydra-core", "hydra"))}
+    from hybrid_rl import __version__
+
+    return {"python": platform.python_version(), "hybrid_rl": __version__, **found}
+
+
+def machine() -> dict[str, Any]:
+    """Facts about this machine: cpu, cores, memory_gib, and the GPUs torch sees (or None)."""
+    import torch
+
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    gpu = f"{len(gpus)} × {gpus[0]}" if gpus else None
+    return {"cpu": _cpu_name(), "cores": len(os.sched_getaffinity(0)), "memory_gib": psutil.virtual_memory().total / 2**30, "gpu": gpu}
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def checks(output_dir: Path = Path(".")) -> list[Check]:
+    """Every requirement, the ones of parts that cannot run here included."""
+    version = sys.version_info
+    result = [Check("Python 3.11 or newer", version >= (3, 11), platform.python_version(), "install a newer Python")]
+    for package in ("torch", "transformers", "tokenizers", "accelerate", "hydra", "safetensors", "pyarrow", "pebble", "rich"):
+        there = importlib.util.find_spec(package) is not None
+        result.append(Check(package, there, _version(package) if there else "not installed", "pip install hybrid_rl"))
+    result += [_memory(), _disk(output_dir), *_gpu()]
+    return result
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version({"hydra": "hydra-core"}.get(package, package))
+    except importlib.metadata.PackageNotFoundError:
+        return "installed"
+
+
+def _memory() -> Check:
+    free = psutil.virtual_memory().available / 2**30
+    return Check("memory", free >= 2, f"{free:.1f} GiB available", "the embedded model's recipe needs about 2 GiB")
+
+
+def _disk(folder: Path) -> Check:
+    free = shutil.disk_usage(folder).free / 2**30
+    return Check("disk", free >= 1 and os.access(folder, os.W_OK), f"{free:.0f} GiB free in {folder.resolve()}", "choose a writable output_dir with room")
+
+
+def _gpu() -> list[Check]:
+    import torch
+
+    if not torch.cuda.is_available():
+        built = "this torch is built without CUDA" if torch.version.cuda is None else f"torch is built for CUDA {torch.version.cuda}, no GPU answers"
+        return [Check("GPU", False, built, "not needed: training runs on the CPU; for a GPU install a CUDA build of torch and its driver")]
+    memory = torch.cuda.get_device_properties(0).total_memory / 2**30
+    flash = importlib.util.find_spec("flash_attn") is not None
+    return [
+        Check("GPU", True, f"{torch.cuda.device_count()} × {torch.cuda.get_device_name(0)}, {memory:.0f} GiB"),
+        Check("flash-attention", flash, _version("flash_attn") if flash else "not installed", "optional: packed rows then attend in one kernel instead of one call a sample"),
+    ]
+
+
+REQUIRED_ELSEWHERE = {"GPU", "flash-attention"}  # missing, they only narrow what can run
+
+
+def main() -> int:
+    """Print the checks; exit code 1 when something that every run needs is missing."""
+    results = checks()
+    for check in results:
+        mark = "ok  " if check.ok else "no  "
+        print(f"{mark}{check.name:<24}{check.found}" + ("" if check.ok else f"   → {check.fix}"))
+    needed = all(check.ok for check in results if check.name not in REQUIRED_ELSEWHERE)
+    print("\nThis machine can run:" if needed else "\nNothing can run yet: see the lines marked 'no' above.")
+    if needed:
+        gpu = any(check.name == "GPU" and check.ok for check in results)
+        print("  engine local   " + ("on the GPU, bfloat16 compute" if gpu else "on the CPU, float32"))
+        print("  models         the embedded tiny Qwen3; any full-attention causal LM folder of transformers (model=qwen3 model.path=…)")
+    return 0 if needed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""What an engine is: token ids in, token ids and log-probabilities out, memory given back on request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from hybrid_rl.types import FinishReason
+
+KV_CACHE, WEIGHTS = "kv_cache", "weights"  # the tags of sleep and wake
+
+
+class EngineError(RuntimeError):
+    """The engine cannot do what was asked, and says what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """temperature 0 takes the most likely token. top_k 0 and top_p 1 switch their filters off."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    max_tokens: int = 128  # sampled tokens, those of a continued request included
+
+
+@dataclass(slots=True)
+class Request:
+    """One completion to sample. Requests with equal `prompt_ids` share the prompt's computation.
+
+    `sampled_ids`, `sampled_logprobs` and `versions` continue a completion that was aborted, under the current weights;
+    `seed` alone fixes the random stream, whatever else the engine is doing, and a continued request goes on in it.
+    """
+
+    id: int
+    prompt_ids: Sequence[int]
+    seed: int
+    sampled_ids: Sequence[int] = ()
+    sampled_logprobs: Sequence[float] = ()
+    versions: Sequence[tuple[int, int]] = ()
+
+
+@dataclass(slots=True)
+class Completion:
+    """All sampled tokens of a request (the end token included), their log-probabilities in nats under the distribution
+    at the sampling temperature before top-k/top-p (temperature 0: at 1), and the policy versions they were sampled under."""
+
+    id: int
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[tuple[int, int]]
+    finish_reason: FinishReason
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counters since the engine was made; `cache_hit_rate` is the share of prompt tokens that needed no computation."""
+
+    sampled_tokens: int = 0
+    prompt_tokens: int = 0
+    computed_prompt_tokens: int = 0
+    seconds: float = 0.0
+    peak_kv_bytes: int = 0
+
+    @property
+    def cache_hit_rate(self) -> float:
+        return 1 - self.computed_prompt_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.sampled_tokens / self.seconds if self.seconds else 0.0
+
+
+class Engine(Protocol):
+    """The protocol. All calls come from one thread; between two items of `generate` the consumer may call `abort`."""
+
+    version: int  # of the weights that sample now; -1 before the first handover
+    stats: EngineStats
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
+        """Completions as they finish. Raises EngineError for a request that cannot fit, or while asleep."""
+
+    def abort(self) -> list[Completion]:
+        """Stop sampling: the partial completions of every unfinished request, with finish reason "abort"."""
+
+    def sleep(self, tags: Iterable[str] = (KV_CACHE,)) -> int:
+        """Give the tagged memory back; returns the bytes freed, which are free when this returns."""
+
+    def wake(self, tags: Iterable[str] = (KV_CACHE,)) -> None:
+        """Take the tagged memory again; waking what is awake does nothing."""
+
+    def shares(self, name: str, tensor: Tensor) -> bool:
+        """Whether the engine's weight of that name is this very memory, so that a handover has nothing to move."""
+
+    def weights(self) -> dict[str, Tensor]:
+        """The engine's weights by the checkpoint's names, for comparison."""
+
+    def update_weights(self, buckets: Iterable[dict[str, Tensor]], version: int) -> None:
+        """Copy new weights in. Raises EngineError for an unknown name, a wrong shape, or a name left out."""
+
+    def set_version(self, version: int) -> None:
+        """New weights are in place (shared memory): forget everything computed under the old ones."""
+
+    def close(self) -> None: ...
+
+
+def append_version(segments: Sequence[tuple[int, int]], version: int, count: int) -> list[tuple[int, int]]:
+    """Run-length segments with `count` more tokens of `version` at the end; equal neighbours become one."""
+    runs = list(segments)
+    if runs and runs[-1][0] == version:
+        count += runs.pop()[1]
+    return [*runs, (version, count)] if count else runs

@@ -1,0 +1,83 @@
+"""Preallocated keys and values, and the two attention layouts that fill and read them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybrid_rl.attention import Packed
+
+
+class KVCache:
+    """keys, values [layers][slots, K, capacity, D]; slot s holds `lengths[s]` tokens, from position 0 on."""
+
+    def __init__(self, layers: int, slots: int, kv_heads: int, capacity: int, head_dim: int, dtype: torch.dtype, device: torch.device):
+        shape = (slots, kv_heads, capacity, head_dim)
+        # zeros, not empty: masked positions are multiplied by weight 0, and 0 · NaN would be NaN
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self.lengths = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.bias = torch.full((slots, capacity), float("-inf"), dtype=dtype, device=device)  # 0 where a token is
+
+    @property
+    def bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values, self.bias))
+
+    def store(self, slots: Tensor, keys: list[Tensor], values: list[Tensor]) -> None:
+        """Write one prefix, [K, P, D] a layer, into every given slot: a group's prompt reaches all its samples."""
+        length = keys[0].shape[1]
+        for layer in range(len(self.keys)):
+            self.keys[layer][slots, :, :length] = keys[layer]
+            self.values[layer][slots, :, :length] = values[layer]
+        self.lengths[slots] = length
+        self.bias[slots] = float("-inf")
+        self.bias[slots, :length] = 0.0
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copy slots (compaction: the last active ones fill the gaps that finished ones left)."""
+        longest = int(self.lengths[source].max())
+        for tensor in (*self.keys, *self.values):
+            tensor[target, :, :longest] = tensor[source, :, :longest]
+        self.lengths[target] = self.lengths[source]
+        self.bias[target] = self.bias[source]
+
+
+class Prefill(Packed):
+    """Packed causal attention over several prompts that also keeps each one's keys and values, [K, P, D] a layer."""
+
+    def __init__(self, lengths: list[int]):
+        super().__init__(lengths)
+        self.keys: list[tuple[Tensor, ...]] = []  # [layer][prompt]
+        self.values: list[tuple[Tensor, ...]] = []
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        self.keys.append(key[0].split(self.lengths, dim=1))
+        self.values.append(value[0].split(self.lengths, dim=1))
+        return super().attend(layer, query, key, value, scaling)
+
+
+class Decode:
+    """One new token for each of the first `rows` slots: its key and value join the cache, its query reads all of it."""
+
+    def __init__(self, cache: KVCache, rows: int):
+        self.cache, self.rows = cache, rows
+        self.positions = cache.lengths[:rows].clone()
+        self.index = torch.arange(rows, device=self.positions.device)
+        cache.bias[self.index, self.positions] = 0.0
+        cache.lengths[:rows] += 1
+        self.longest = int(self.positions.max()) + 1
+        self.bias = cache.bias[:rows, None, None, : self.longest]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        keys[self.index, :, self.positions] = key[:, :, 0].to(keys.dtype)
+        values[self.index, :, self.positions] = value[:, :, 0].to(values.dtype)
+        n, heads, _, dim = query.shape
+        # the heads that share a key/value head become its queries, so that keys are never repeated in memory
+        grouped = (query * scaling).to(keys.dtype).view(n, keys.shape[1], -1, dim)
+        scores = grouped @ keys[:n, :, : self.longest].transpose(-1, -2) + self.bias
+        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(keys.dtype)
+        return (weights @ values[:n, :, : self.longest]).reshape(n, 1, heads, dim).to(query.dtype)
+
+    def to(self, device: object) -> Decode:
+        return self

@@ -1,0 +1,138 @@
+"""From rollouts to rows the trainer can run: padded, packed, or group trees, behind one function.
+
+Whatever the layout, the outside sees the batch's sampled tokens as one vector [N], in the order of the rollouts given:
+`sampled_tokens` builds the recorded facts in that order, and each row says which of the N tokens it predicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hybrid_rl.attention import AttentionLayout, Packed, Padded
+from hybrid_rl.policy.trees import Trees
+from hybrid_rl.types import PackedBatch, Rollout
+
+Layout = Literal["padded", "packed", "trees"]
+
+
+@dataclass(slots=True)
+class SampledTokens:
+    """Facts of all N sampled tokens of a batch, in rollout order: behaviour_logprobs [N] float32, rollout_index [N] int64."""
+
+    behaviour_logprobs: Tensor
+    rollout_index: Tensor
+
+    def __len__(self) -> int:
+        return len(self.rollout_index)
+
+
+def sampled_tokens(rollouts: Sequence[Rollout], device: object = "cpu") -> SampledTokens:
+    logprobs = [lp for r in rollouts for lp, m in zip(r.logprobs, r.loss_mask, strict=True) if m]
+    index = [i for i, r in enumerate(rollouts) for m in r.loss_mask if m]
+    return SampledTokens(
+        torch.tensor(logprobs, dtype=torch.float32, device=device), torch.tensor(index, dtype=torch.int64, device=device)
+    )
+
+
+def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    """Pack items into bins of `capacity`: longest first, each into the first bin with room; lists of item indices.
+
+    Raises ValueError for an item larger than a bin. Ties keep the given order, so that packing is reproducible.
+    """
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for item in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        if sizes[item] > capacity:
+            raise ValueError(f"a sample of {sizes[item]} tokens does not fit a row of {capacity}")
+        target = next((b for b, free in enumerate(room) if free >= sizes[item]), None)
+        if target is None:
+            bins.append([])
+            room.append(capacity)
+            target = len(bins) - 1
+        bins[target].append(item)
+        room[target] -= sizes[item]
+    return bins
+
+
+def pack(rollouts: Sequence[Rollout], layout: Layout, row_tokens: int) -> list[PackedBatch]:
+    """Rows of at most `row_tokens` tokens that together hold every rollout once. Raises where one does not fit a row."""
+    starts = [0]
+    for r in rollouts:
+        starts.append(starts[-1] + r.sampled)
+    units = _trees(rollouts, row_tokens) if layout == "trees" else [_Unit(0, [i]) for i in range(len(rollouts))]
+    if layout == "padded":
+        width = max(len(r.token_ids) for r in rollouts)
+        if width > row_tokens:
+            raise ValueError(f"a sample of {width} tokens does not fit a row of {row_tokens}")
+        per_row = row_tokens // width
+        bins = [list(range(i, min(i + per_row, len(units)))) for i in range(0, len(units), per_row)]
+        return [_row([units[u] for u in b], rollouts, starts, pad_to=width) for b in bins]
+    bins = first_fit_decreasing([unit.tokens(rollouts) for unit in units], row_tokens)
+    return [_row([units[u] for u in b], rollouts, starts, trees=layout == "trees") for b in bins]
+
+
+@dataclass(slots=True)
+class _Unit:
+    """What packing moves as one piece: rollouts that share their first `shared` tokens (0: a rollout by itself)."""
+
+    shared: int
+    members: list[int]
+
+    def tokens(self, rollouts: Sequence[Rollout]) -> int:
+        return self.shared + sum(len(rollouts[i].token_ids) - self.shared for i in self.members)
+
+
+def _trees(rollouts: Sequence[Rollout], row_tokens: int) -> list[_Unit]:
+    """Neighbouring rollouts with one prompt become a tree; a tree that would outgrow a row is split, its prompt repeated."""
+    units: list[_Unit] = []
+    for prompt, members in groupby(range(len(rollouts)), key=lambda i: rollouts[i].token_ids[: rollouts[i].prompt_length]):
+        room = -1
+        for i in members:
+            size = len(rollouts[i].token_ids) - len(prompt)
+            if size > room:
+                units.append(_Unit(len(prompt), []))
+                room = row_tokens - len(prompt)
+            units[-1].members.append(i)
+            room -= size
+    return units
+
+
+def _row(units: list[_Unit], rollouts: Sequence[Rollout], starts: list[int], trees: bool = False, pad_to: int = 0) -> PackedBatch:
+    ids: list[int] = []
+    positions: list[int] = []
+    predict_at: list[int] = []
+    targets: list[int] = []
+    token_index: list[int] = []
+    for unit in units:
+        root = len(ids)  # flat position of the unit's first token
+        ids += rollouts[unit.members[0]].token_ids[: unit.shared]
+        positions += range(unit.shared)
+        for i in unit.members:
+            r = rollouts[i]
+            offset = len(ids) - unit.shared  # flat position of token t is offset + t, for t past the shared prompt
+            ids += r.token_ids[unit.shared :]
+            positions += range(unit.shared, len(r.token_ids))
+            sampled = [t for t, m in enumerate(r.loss_mask) if m]
+            predict_at += [root + t - 1 if t <= unit.shared else offset + t - 1 for t in sampled]
+            targets += [r.token_ids[t] for t in sampled]
+            token_index += range(starts[i], starts[i] + len(sampled))
+        if pad_to:
+            padding = root + pad_to - len(ids)
+            ids += [ids[-1]] * padding  # never attended to (causality) and never predicted
+            positions += [0] * padding
+    attention: AttentionLayout = (
+        Trees([(u.shared, [len(rollouts[i].token_ids) - u.shared for i in u.members]) for u in units]) if trees
+        else Padded(pad_to) if pad_to
+        else Packed([u.tokens(rollouts) for u in units])
+    )  # fmt: skip
+    as_tensor = lambda values: torch.tensor(values, dtype=torch.int64)  # noqa: E731
+    return PackedBatch(
+        as_tensor(ids), as_tensor(positions), attention, as_tensor(predict_at), as_tensor(targets), as_tensor(token_index)
+    )
+

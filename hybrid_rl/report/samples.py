@@ -1,0 +1,141 @@
+"""What the model wrote, chosen by rules that are said in the report, and as markdown for reading in an editor."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybrid_rl.report.charts import EVALUATIONS, number, shown
+
+EVALUATED = 6  # tasks shown before and after
+HEAD, TAIL = 3000, 1500  # characters kept of a long text; the end holds the answer
+COLUMNS = ("task_id", "source", "group_id", "index", "prompt", "completion", "answer", "finish_reason", "reward", "reward_parts",
+           "advantage", "trained", "error")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sample:
+    label: str
+    completion: str
+    facts: tuple[tuple[str, str], ...]  # (name, value): reward, how it ended, …
+
+
+@dataclass(frozen=True)
+class Case:
+    """One task and one or more completions of it."""
+
+    title: str
+    prompt: str
+    answer: str
+    samples: tuple[Sample, ...]
+
+
+def evaluation_cases(rollouts: Path) -> list[Case]:
+    """The same tasks under each evaluation there is, taken evenly over the set and not by result; the first sample of each task."""
+    columns: dict[str, dict[str, dict[str, Any]]] = {}
+    for name, (label, *_) in EVALUATIONS.items():
+        rows = _read(rollouts / f"eval_{name}.parquet")
+        if rows:
+            columns[label] = {row["task_id"]: row for row in reversed(rows)}
+    if not columns:
+        return []
+    first = next(iter(columns.values()))
+    common = [task for task in reversed(first) if all(task in rows for rows in columns.values())]
+    count = min(EVALUATED, len(common))
+    chosen = [common[i * len(common) // count] for i in range(count)]
+    return [_case(_heading(first[task]), [(label, rows[task]) for label, rows in columns.items()]) for task in chosen]
+
+
+def last_step_cases(rollouts: Path) -> tuple[int, list[Case]]:
+    """The newest step that can be read (0: none), and its best, median, worst and, if any, first failed rollout."""
+    for path in sorted(rollouts.glob("step_*.parquet"), key=_step, reverse=True):
+        rows = _read(path)
+        if rows:
+            scored = sorted(
+                (row for row in rows if row["reward"] is not None), key=lambda row: (-row["reward"], row["group_id"], row["index"])
+            )
+            places = {0: "best", len(scored) // 2: "median", len(scored) - 1: "worst"} if scored else {}
+            if len(scored) == 2:
+                places = {0: "best", 1: "worst"}
+            picked = [(label, scored[place]) for place, label in sorted(places.items())]
+            picked += [("failed", row) for row in rows if row["reward"] is None][:1]
+            return _step(path), [_case(f"{label.capitalize()}: {_heading(row)}", [(label, row)]) for label, row in picked]
+    return 0, []
+
+
+def markdown(title: str, evaluations: Sequence[Case], step: int, last: Sequence[Case]) -> str:
+    """The cases as markdown; texts of the run stay inside fences and code spans that they cannot close."""
+    lines = [f"# Samples of {_span(title)}"]
+    lines += ["## Evaluation", "The same tasks each time, taken evenly over the set and not by result." if evaluations else "None yet."]
+    for case in evaluations:
+        lines += _case_lines(case)
+    lines += [f"## RL step {step}" if step else "## Last RL step", "By reward, over all rollouts of the step." if last else "None yet."]
+    for case in last:
+        lines += _case_lines(case)
+    return "\n\n".join(lines) + "\n"
+
+
+def _case_lines(case: Case) -> list[str]:
+    lines = [f"### {_span(case.title)}", "Prompt", _fence(case.prompt), "Truth", _fence(case.answer)]
+    for sample in case.samples:
+        facts = ", ".join(_span(f"{name} {value}") for name, value in sample.facts)
+        lines += [f"**{sample.label}**: {facts}", _fence(sample.completion)]
+    return lines
+
+
+def _fence(text: str) -> str:
+    ticks = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
+    return f"{ticks}text\n{text}\n{ticks}"
+
+
+def _span(text: str) -> str:
+    text = " ".join(text.split())
+    ticks = "`" * (1 + max((len(run) for run in re.findall("`+", text)), default=0))
+    return f"{ticks} {text} {ticks}" if "`" in text else f"`{text}`" if text else "–"
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    import pyarrow as pa
+
+    from hybrid_rl.rollout.store import read_rollouts
+
+    try:
+        return read_rollouts(path, COLUMNS)
+    except (OSError, pa.ArrowException):  # not there, or not whole
+        return []
+
+
+def _step(path: Path) -> int:
+    digits = path.stem.removeprefix("step_")
+    return int(digits) if digits.isdecimal() else 0
+
+
+def _heading(row: dict[str, Any]) -> str:
+    return f"{row['task_id']} ({row['source']})" if row["source"] else str(row["task_id"])
+
+
+def _case(title: str, labelled: Sequence[tuple[str, dict[str, Any]]]) -> Case:
+    row = labelled[0][1]
+    return Case(title, _clip(row["prompt"]), _clip(row["answer"]), tuple(_sample(label, row) for label, row in labelled))
+
+
+def _sample(label: str, row: dict[str, Any]) -> Sample:
+    facts = [("reward", shown(row["reward"]))]
+    parts = {name: value for name, value in row["reward_parts"].items() if name != "reward"}
+    facts += [(name, shown(value)) for name, value in sorted(parts.items())]
+    if not math.isnan(number(row["advantage"])):
+        facts.append(("advantage", shown(row["advantage"])))
+    facts.append(("finish", row["finish_reason"] or "unknown"))
+    if row["error"]:
+        facts.append(("error", _clip(row["error"])))
+    return Sample(label, _clip(row["completion"]), tuple(facts))
+
+
+def _clip(text: str) -> str:
+    if len(text) <= HEAD + TAIL:
+        return text
+    return f"{text[:HEAD]}\n[… {len(text) - HEAD - TAIL:,} characters left out …]\n{text[-TAIL:]}"

@@ -1,0 +1,105 @@
+"""The loop: sample, give the KV cache back, train, hand the weights over. Read it top to bottom; this is the system."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import torch
+from hydra.utils import instantiate
+
+from hybrid_rl.console import step_line
+from hybrid_rl.evaluate import evaluate
+from hybrid_rl.handover import hand_over
+from hybrid_rl.memory import Phases
+from hybrid_rl.policy.optimizer import Optimizer
+from hybrid_rl.policy.update import Loss, update
+from hybrid_rl.rollout.collector import Batch, Collector
+from hybrid_rl.rollout.store import write_rollouts
+from hybrid_rl.session import Session
+
+
+def train_rl(s: Session) -> None:
+    """rl.steps steps of synchronous GRPO. Goes on from a checkpoint of this stage where the session has one."""
+    config, policy, engine = s.config.rl, s.policy, s.engine
+    advantage_fn = instantiate(s.config.algo.advantage, _partial_=True)
+    loss_fn = instantiate(s.config.algo.loss, _partial_=True)
+    optimizer = Optimizer(policy.model.parameters(), config.optimizer, config.steps, s.config.policy.max_bad_steps)
+    collector = Collector(engine, s.tasks.rl, policy.tokenizer, s.scorer, s.config.rollout, s.config.seed)
+    start = 0
+    if s.resumed and s.resumed.state["stage"] == "rl":
+        start = s.resumed.state["step"]
+        s.resumed.restore(policy, optimizer if start else None)
+        if start:
+            collector.restore(s.resumed.state["collector"])
+
+    hand_over(policy, engine, s.version, verify=True)
+    for step in range(start + 1, config.steps + 1):
+        phases = Phases(policy.device)
+        with phases("rollout"), s.console.progress(f"step {step}: sampling", s.config.rollout.batch_size) as advance:
+            batch = collector.collect(advance)
+        with phases("sleep"):
+            engine.sleep()
+        with phases("update"):
+            advantages = [a for g in batch.groups for a in advantage_fn(torch.tensor(g.rewards)).tolist()]
+            trained = train_on(s, optimizer, batch, advantages, loss_fn)
+        with phases("handover"):
+            s.version += 1
+            hand_over(policy, engine, s.version)
+        if config.eval_every and step % config.eval_every == 0 and step < config.steps:
+            with phases("evaluate"):
+                evaluate(s, "step", step)
+                engine.wake()
+        save_rollouts(s, step, batch, advantages)
+        values = {"step": step, "version": s.version, **rollout_metrics(batch), **trained, **phase_metrics(phases, batch)}
+        s.metrics.write("rl", **values)  # before the checkpoint, which counts its lines: a killed run loses and doubles none
+        if step % config.checkpoint_every == 0 or step == config.steps:
+            s.save_checkpoint("rl", step, optimizer, collector=collector.state())
+        s.console.say(step_line(values, config.steps))
+
+
+def train_on(s: Session, optimizer: Optimizer, batch: Batch, advantages: list[float], loss_fn: Loss) -> dict[str, float]:
+    """The update, or nothing where every group was silent: there is no gradient to follow then."""
+    if not batch.groups:
+        return dict.fromkeys(("loss", "entropy", "mismatch_kl", "clip_fraction", "grad_norm", "lr", "skipped"), 0.0)
+    c = s.config
+    return update(s.policy, optimizer, batch.rollouts, advantages, loss_fn, c.rollout.temperature, s.layout, c.policy.row_tokens)
+
+
+def rollout_metrics(batch: Batch) -> dict[str, Any]:
+    """Over all rollouts that were sampled, the silent groups included: training data alone would flatter or shame the policy."""
+    rollouts = [r for group in batch.all_groups for r in group.rollouts]
+    scored = [r for r in rollouts if r.reward is not None]
+    rewards = [r.reward for r in scored if r.reward is not None]
+    parts = sorted({name for r in scored for name in r.reward_parts})
+    return {
+        "reward": statistics.fmean(rewards),
+        "reward_std": statistics.pstdev(rewards),
+        "parts": {name: statistics.fmean(r.reward_parts.get(name, 0.0) for r in scored) for name in parts},
+        "length": statistics.fmean(r.sampled for r in rollouts),
+        "truncated": statistics.fmean(r.finish_reason == "length" for r in rollouts),
+        "rollouts": len(batch.rollouts),
+        "silent_groups": batch.silent_groups,
+        "missing_groups": batch.missing_groups,
+        "replacement_rounds": batch.replacement_rounds,
+        "reward_errors": batch.reward_errors,
+    }
+
+
+def phase_metrics(phases: Phases, batch: Batch) -> dict[str, Any]:
+    """Seconds and memory of each phase; tokens/s counts every sampled token over the whole step."""
+    sampled = sum(r.sampled for group in batch.all_groups for r in group.rollouts)
+    return {
+        "seconds": phases.seconds,
+        "memory": phases.memory,
+        "memory_gib": max(phases.memory.values()),
+        "tokens_per_second": sampled / phases.total,
+    }
+
+
+def save_rollouts(s: Session, step: int, batch: Batch, advantages: list[float]) -> None:
+    keys = [(r.group_id, r.index) for r in batch.rollouts]
+    tokenizer = s.policy.tokenizer
+    prompts = [tokenizer.decode(g.rollouts[0].token_ids[: g.rollouts[0].prompt_length]) for g in batch.all_groups]
+    path = s.folder / "rollouts" / f"step_{step:04d}.parquet"
+    write_rollouts(path, batch.all_groups, prompts, dict(zip(keys, advantages, strict=True)), {g.id for g in batch.groups})

@@ -1,0 +1,43 @@
+"""Tasks to scored groups: what training and evaluation have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+
+from transformers import PreTrainedTokenizerBase
+
+from hybrid_rl.data.render import completion_text, prompt_ids
+from hybrid_rl.engine.base import Engine, Request, Sampling
+from hybrid_rl.rollout.reward import Scorer
+from hybrid_rl.types import Group, Rollout, Task
+
+
+def request_seed(*facts: object) -> int:
+    """A 63-bit seed that is the same for the same facts on every machine, and unrelated for different ones."""
+    return int.from_bytes(blake2b("/".join(map(str, facts)).encode(), digest_size=8).digest(), "big") >> 1
+
+
+def make_group(id: int, task: Task, size: int, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int, *seed_facts: object) -> Group:
+    """A group of empty rollouts: the prompt rendered once, a random stream for each sample."""
+    ids = prompt_ids(task, tokenizer, max_prompt_tokens)
+    return Group(id, task, [Rollout(task.id, id, i, request_seed(*seed_facts, i), list(ids)) for i in range(size)])
+
+
+def sample_groups(
+    engine: Engine, groups: Sequence[Group], sampling: Sampling, tokenizer: PreTrainedTokenizerBase, scorer: Scorer,
+    on_completion: Callable[[], None] = lambda: None,
+) -> int:  # fmt: skip
+    """Fill every rollout with a completion and its reward; each is scored while others are still sampled.
+
+    Returns the number of rewards that failed; those rollouts carry `error` and no reward.
+    """
+    order = [(group, rollout) for group in groups for rollout in group.rollouts]
+    requests = [Request(i, rollout.token_ids[: rollout.prompt_length], rollout.seed) for i, (_, rollout) in enumerate(order)]
+    for completion in engine.generate(requests, sampling):
+        group, rollout = order[completion.id]
+        rollout.add_sampled(completion.token_ids, completion.logprobs, completion.versions)
+        rollout.finish(completion.finish_reason, completion_text(completion.token_ids, tokenizer))
+        scorer.submit(rollout, group.task)
+        on_completion()
+    return scorer.finish()

@@ -1,0 +1,69 @@
+"""What the stages of one run share: the policy, the engine, the tasks, the scorer, and where the run is written."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from hybrid_rl import checkpoint
+from hybrid_rl.config import Config, EngineKind, LayoutKind
+from hybrid_rl.console import Console
+from hybrid_rl.data import TaskSets
+from hybrid_rl.engine.base import Engine
+from hybrid_rl.engine.local import LocalEngine
+from hybrid_rl.metrics import Metrics
+from hybrid_rl.policy.layout import Layout
+from hybrid_rl.policy.model import Policy
+from hybrid_rl.policy.optimizer import Optimizer
+from hybrid_rl.rollout.reward import Scorer
+
+
+@dataclass(slots=True)
+class Session:
+    config: Config
+    folder: Path
+    policy: Policy
+    engine: Engine
+    tasks: TaskSets
+    scorer: Scorer
+    metrics: Metrics
+    console: Console
+    resumed: checkpoint.Checkpoint | None = None
+    version: int = 0  # of the policy's weights: the number of RL updates they have seen
+    evaluations: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def layout(self) -> Layout:
+        return choose_layout(self.config.policy.layout, self.policy.device)
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def save_checkpoint(self, stage: str, step: int, optimizer: Optimizer | None, **state: object) -> None:
+        """Everything a later process needs to go on from here, the metrics written so far included."""
+        shared = {"version": self.version, "metrics_lines": self.metrics.lines, "evaluations": self.evaluations, "seconds": self.seconds}
+        root, keep = self.folder / "checkpoints", self.config.rl.keep_checkpoints
+        with self.timed("checkpoint"):
+            checkpoint.save(root, stage, step, self.policy, optimizer, {**shared, **state}, keep)
+
+
+def choose_layout(kind: LayoutKind, device: torch.device) -> Layout:
+    if kind == LayoutKind.auto:
+        return "packed" if device.type == "cuda" else "trees"
+    return kind.value
+
+
+def make_engine(config: Config, policy: Policy) -> Engine:
+    """The engine that `engine.kind` names; `auto` is the embedded one, which samples from the policy's own memory."""
+    assert config.engine.kind in (EngineKind.auto, EngineKind.local)
+    capacity = config.rollout.max_prompt_tokens + config.rollout.max_tokens
+    return LocalEngine(policy.model, policy.end_ids(), config.engine.slots, capacity, policy.compute_dtype, policy.autocast)

@@ -1,0 +1,67 @@
+"""The warm-up: imitate demonstrations until RL has something to sharpen."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from hybrid_rl.data.render import demonstration
+from hybrid_rl.data.sampler import Sampler
+from hybrid_rl.policy.optimizer import Optimizer
+from hybrid_rl.policy.update import imitate
+from hybrid_rl.session import Session
+from hybrid_rl.types import Rollout
+
+LOG_EVERY = 10  # steps that one line of metrics.jsonl averages over
+
+
+def train_sft(s: Session) -> None:
+    """sft.steps supervised steps on the sft set. Goes on from a checkpoint of this stage where the session has one."""
+    config, policy = s.config.sft, s.policy
+    optimizer = Optimizer(policy.model.parameters(), config.optimizer, config.steps, s.config.policy.max_bad_steps)
+    examples = [demonstration(task, policy.tokenizer, s.config.rollout.max_prompt_tokens) for task in s.tasks.sft]
+    curriculum = Curriculum(examples, config.curriculum * config.steps, s.config.seed)
+    start = 0
+    if s.resumed and s.resumed.state["stage"] == "sft":
+        s.resumed.restore(policy, optimizer)
+        start = s.resumed.state["step"]
+        curriculum.sampler.restore(s.resumed.state["sampler"])
+    window: list[dict[str, float]] = []
+    since = time.perf_counter()
+    with s.timed("sft"), s.console.progress("SFT", config.steps) as advance:
+        for step in range(start + 1, config.steps + 1):
+            batch = curriculum.draw(config.batch_size, step)
+            window.append(imitate(policy, optimizer, batch, s.layout, s.config.policy.row_tokens))
+            advance(note=f"loss {window[-1]['loss']:.3f}")
+            if step % LOG_EVERY == 0 or step == config.steps:
+                mean = {key: sum(m[key] for m in window) / len(window) for key in ("loss", "grad_norm")}
+                speed = sum(m["tokens"] for m in window) / (time.perf_counter() - since)
+                s.metrics.write("sft", step=step, **mean, lr=window[-1]["lr"], tokens_per_second=speed, skipped=sum(m["skipped"] for m in window))
+                if step % (LOG_EVERY * max(1, config.steps // (LOG_EVERY * 6))) == 0 or step == config.steps:
+                    s.console.say(f"SFT step {step}/{config.steps}  loss {mean['loss']:.3f}  grad {mean['grad_norm']:.2f}  {speed / 1000:.1f}k tok/s")
+                window, since = [], time.perf_counter()
+            if config.checkpoint_every and step % config.checkpoint_every == 0 and step < config.steps:
+                s.save_checkpoint("sft", step, optimizer, sampler=curriculum.sampler.state())
+
+
+class Curriculum:
+    """Draws examples in a seeded order without replacement; during the first `ramp` steps only those short enough for now.
+
+    The longest one allowed grows linearly from the shortest example to the longest. A tiny model that meets short
+    examples first finds the rule on every seed, and some seeds never do without.
+    """
+
+    def __init__(self, examples: Sequence[Rollout], ramp: float, seed: int):
+        self.examples, self.ramp = examples, ramp
+        self.sampler = Sampler(len(examples), seed)
+        lengths = [len(e.token_ids) for e in examples]
+        self.shortest, self.longest = min(lengths), max(lengths)
+
+    def draw(self, count: int, step: int) -> list[Rollout]:
+        """The examples of step 1, 2, …; the order passes over those that are still too long."""
+        share = min(1.0, step / self.ramp) if self.ramp else 1.0
+        limit = self.shortest + share * (self.longest - self.shortest)
+        drawn: list[Rollout] = []
+        while len(drawn) < count:
+            drawn += [e for e in (self.examples[i] for i in self.sampler.draw(count)) if len(e.token_ids) <= limit]
+        return drawn[:count]

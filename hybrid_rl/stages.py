@@ -1,0 +1,188 @@
+"""One run from its first line to its last: build what the stages share, run them in order, leave a complete folder."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import yaml
+from omegaconf import OmegaConf
+from transformers.utils import logging as transformers_logging
+
+from hybrid_rl import checkpoint
+from hybrid_rl.checkpoint import CheckpointError
+from hybrid_rl.config import Config
+from hybrid_rl.console import Console
+from hybrid_rl.data import DataError, load_task_sets
+from hybrid_rl.doctor import machine, versions
+from hybrid_rl.engine.base import EngineError
+from hybrid_rl.evaluate import evaluate
+from hybrid_rl.handover import hand_over
+from hybrid_rl.metrics import Metrics, replace_file, write_json
+from hybrid_rl.plan import print_plan
+from hybrid_rl.policy import tiny
+from hybrid_rl.policy.model import ModelError, Policy, pick_device
+from hybrid_rl.policy.optimizer import TrainingDiverged
+from hybrid_rl.report import write_report
+from hybrid_rl.rl import train_rl
+from hybrid_rl.rollout.reward import RewardError, Scorer
+from hybrid_rl.session import Session, make_engine
+from hybrid_rl.sft import train_sft
+
+# What ends a run with one line instead of a traceback: the line says what to do.
+EXPECTED = (ModelError, DataError, RewardError, EngineError, CheckpointError, TrainingDiverged)
+TINY_PARAMETERS = 10_000_000  # below this, more threads than one cost more than they give
+
+
+def run(config: Config, folder: Path) -> int:
+    """Train as configured, in `folder`; returns the process's exit code."""
+    console = Console()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
+    try:
+        if config.dry_run:
+            print_plan(config, console)
+        else:
+            _train(config, folder, console)
+    except EXPECTED as error:
+        console.say(f"hybrid_rl: {error}")
+        return 1
+    return 0
+
+
+def _train(config: Config, folder: Path, console: Console) -> None:
+    started = time.perf_counter()
+    resumed = _resume_point(config, folder)
+    scorer = Scorer(config.reward, config.rollout.reward_workers, config.rollout.reward_timeout)
+    try:
+        session = _build(config, folder, console, scorer, resumed)
+        _stages(session)
+        _finish(session, time.perf_counter() - started)
+    finally:
+        scorer.close()
+
+
+def _stages(s: Session) -> None:
+    """Evaluate, warm up, evaluate, train with RL, evaluate; a resumed run starts in the stage its checkpoint is of."""
+    stage = s.resumed.state["stage"] if s.resumed else "base"
+    if stage == "base":
+        s.console.heading("Base model")
+        _evaluate(s, "base")
+    if stage in ("base", "sft") and s.config.sft.steps:
+        s.console.heading(f"SFT: {s.config.sft.steps} steps of {s.config.sft.batch_size} demonstrations")
+        train_sft(s)
+        _evaluate(s, "sft")
+    if stage != "rl":
+        s.save_checkpoint("rl", 0, None)
+    rollout = s.config.rollout
+    if s.config.rl.steps:
+        s.console.heading(f"RL: {s.config.rl.steps} steps of {rollout.batch_size // rollout.group_size} tasks × {rollout.group_size} rollouts")
+        with s.timed("rl"):
+            train_rl(s)
+        _evaluate(s, "rl", s.config.rl.steps)
+
+
+def _evaluate(s: Session, name: str, step: int = 0) -> None:
+    hand_over(s.policy, s.engine, s.version)
+    evaluate(s, name, step)
+
+
+def _build(config: Config, folder: Path, console: Console, scorer: Scorer, resumed: checkpoint.Checkpoint | None) -> Session:
+    """Load everything and say what was chosen."""
+    device = pick_device(config.device)
+    model_folder = Path(config.model.path) if config.model.path else folder / "base_model"
+    if not config.model.path and not model_folder.is_dir():
+        tiny.create(model_folder, config.model.tiny, config.seed)
+    policy = Policy.load(model_folder, device)
+    torch.set_num_threads(config.threads or (1 if policy.parameter_count() < TINY_PARAMETERS else os.cpu_count() or 1))
+    torch.manual_seed(config.seed)
+    r = config.rollout
+    tasks = load_task_sets(
+        config.data, rl_tasks=r.batch_size // r.group_size if config.rl.steps else 0, sft_tasks=config.sft.batch_size if config.sft.steps else 0
+    )
+    scorer.check()
+    (folder / "rollouts").mkdir(parents=True, exist_ok=True)
+    if resumed is None:
+        replace_file(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)).encode())
+    metrics = Metrics(folder / "metrics.jsonl", keep_lines=resumed.state["metrics_lines"] if resumed else 0)
+    session = Session(config, folder, policy, make_engine(config, policy), tasks, scorer, metrics, console, resumed)
+    if resumed:
+        session.version, session.evaluations = resumed.state["version"], resumed.state["evaluations"]
+        session.seconds = resumed.state["seconds"]
+    here = machine()
+    console.say(f"hybrid_rl · recipe {config.name} · seed {config.seed} · {folder}")
+    console.say(f"machine: {here['cpu']}, {here['cores']} cores, {here['memory_gib']:.0f} GiB; {here['gpu'] or 'no GPU'}")
+    console.say(
+        f"chosen:  device {device.type}, {torch.get_num_threads()} thread(s), engine local (shares the policy's memory), "
+        f"layout {session.layout}, compute {str(policy.compute_dtype).removeprefix('torch.')}"
+    )
+    console.say(f"model:   {config.model.path or 'embedded tiny Qwen3'}, {policy.parameter_count():,} parameters")
+    console.say(f"tasks:   {len(tasks.sft):,} for SFT, {len(tasks.rl):,} for RL, {len(tasks.eval):,} held out")
+    if r.top_k or r.top_p < 1:
+        console.say("note:    top-k or top-p restrict sampling; the update still compares whole distributions, so ratios are biased")
+    if resumed:
+        console.say(f"resumed: {resumed.folder.name}, version {session.version}")
+    return session
+
+
+def _resume_point(config: Config, folder: Path) -> checkpoint.Checkpoint | None:
+    """The folder's newest complete checkpoint where the run may go on from it. Raises CheckpointError for a changed configuration."""
+    if config.resume == "never":
+        return None
+    found = checkpoint.latest(folder / "checkpoints")
+    if found is None:
+        if config.resume != "auto":
+            raise CheckpointError(f"resume={config.resume}: there is no complete checkpoint in {folder / 'checkpoints'}")
+        return None
+    saved = _flat(yaml.safe_load((folder / "config.yaml").read_text()))
+    now = _flat(yaml.safe_load(OmegaConf.to_yaml(OmegaConf.structured(config))))
+    changed = [f"{key}: {saved.get(key)} → {now.get(key)}" for key in sorted(saved.keys() | now.keys()) if saved.get(key) != now.get(key)]
+    refused = [change for change in changed if not change.startswith(MAY_CHANGE)]
+    if refused:
+        raise CheckpointError(f"{folder} was started with other settings ({'; '.join(refused)}); use those, or resume=never for a new run")
+    return found
+
+
+MAY_CHANGE = ("resume:", "output_dir:", "rl.steps:", "rl.checkpoint_every:", "rl.keep_checkpoints:", "rl.eval_every:")
+
+
+def _flat(node: object, prefix: str = "") -> dict[str, object]:
+    if not isinstance(node, dict):
+        return {prefix[:-1]: node}
+    return {key: value for name, child in node.items() for key, value in _flat(child, f"{prefix}{name}.").items()}
+
+
+def _finish(s: Session, seconds: float) -> None:
+    """Export the model, write summary and report, say where they lie. The summary comes last: it marks a finished run."""
+    with s.timed("export"):
+        with tempfile.TemporaryDirectory(dir=s.folder) as temporary:
+            s.policy.export(Path(temporary) / "final")
+            shutil.rmtree(s.folder / "final", ignore_errors=True)
+            os.replace(Path(temporary) / "final", s.folder / "final")
+    s.metrics.close()
+    s.engine.close()
+    summary = {
+        "name": s.config.name, "seed": s.config.seed,
+        **{f"eval/{name}": s.evaluations.get(name) for name in ("base", "sft", "rl")},
+        "seconds": {**s.seconds, "total": seconds},
+        "versions": versions(), "machine": machine(),
+        "model": {"path": s.config.model.path or "embedded tiny Qwen3", "parameters": s.policy.parameter_count()},
+        "engine": {**asdict(s.engine.stats), "cache_hit_rate": s.engine.stats.cache_hit_rate},
+    }  # fmt: skip
+    write_json(s.folder / "summary.json", summary)
+    report = write_report(s.folder)
+    s.console.heading("Done")
+    course = " → ".join(f"{name} {value:.3f}" for name, value in s.evaluations.items() if name != "step")
+    s.console.say(f"evaluation reward: {course}   ({seconds:.0f} s in all)")
+    s.console.say(f"report:  {report}")
+    s.console.say(f"samples: {s.folder / 'samples.md'}")
+    s.console.say(f"model:   {s.folder / 'final'}")
+
+

@@ -1,0 +1,136 @@
+"""Small models of several architectures as Hugging Face folders, and plain transformers as the reference for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from hypothesis import settings
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from hybrid_rl.config import TinyConfig
+from hybrid_rl.policy import tiny
+from hybrid_rl.policy.model import Policy
+
+pytest.register_assert_rewrite("engine_contract")
+torch.set_num_threads(1)
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+settings.register_profile("hybrid_rl", deadline=None, derandomize=True, max_examples=40, database=None)
+settings.load_profile("hybrid_rl")
+
+WORDS = ["<reversed_text>", "</reversed_text>"]
+# init_std: far larger than for training, so that distributions are peaked and every weight matters
+TINY = TinyConfig(layers=2, hidden_size=32, intermediate_size=64, heads=4, kv_heads=2, head_dim=16, init_std=0.2, words=WORDS)
+
+# architectures that run with hybrid_rl's attention: transformers' class prefix and what differs from the common shape
+RUNS: dict[str, tuple[str, dict]] = {
+    "llama": ("Llama", {"tie_word_embeddings": False}),
+    "qwen2": ("Qwen2", {}),  # biases on q, k, v
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "gemma": ("Gemma", {"head_dim": 8}),  # tied and scaled embeddings
+    "gpt_neox": ("GPTNeoX", {"num_key_value_heads": None}),  # partial rotary, parallel residual
+    "phi3": ("Phi3", {}),  # one matrix for q, k, v
+    "qwen3_moe": ("Qwen3Moe", {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
+}
+# and those that would be computed wrongly
+REFUSED: dict[str, tuple[str, dict]] = {
+    "mistral_window": ("Mistral", {"sliding_window": 8}),
+    "gemma2": ("Gemma2", {"head_dim": 8}),
+    "gemma2_softcap": ("Gemma2", {"head_dim": 8, "layer_types": ["full_attention"] * 2}),
+    "gpt_oss_sinks": ("GptOss", {"head_dim": 8, "num_local_experts": 4, "layer_types": ["full_attention"] * 2}),
+    "cohere_scaled_logits": ("Cohere", {}),
+    "granite_scaled_logits": ("Granite", {"logits_scaling": 4.0}),
+    "gpt2_dropout": ("GPT2", {}),
+    "mamba": ("Mamba", {}),
+    "bloom_own_attention": ("Bloom", {}),  # computes attention itself and ignores the layout
+}
+
+
+def build(prefix: str, differs: dict, folder: Path, seed: int) -> None:
+    """Save a random model of transformers' class `prefix`, with the tiny model's tokenizer."""
+    tokenizer = tiny.character_tokenizer(WORDS)
+    shape = {
+        "vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.2, "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
+    } | differs  # fmt: skip
+    config = getattr(transformers, f"{prefix}Config")(**{k: v for k, v in shape.items() if v is not None or k not in ("num_key_value_heads",)})
+    kind = next(c for c in (f"{prefix}ForCausalLM", f"{prefix}LMHeadModel") if hasattr(transformers, c))
+    torch.manual_seed(seed)
+    model = getattr(transformers, kind)(config)
+    with torch.no_grad():  # biases start at 0 and norms at 1, where a mistake in them would not show
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.1 * torch.randn(parameter.shape))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.fixture(scope="session")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """(architecture, seed) → its folder, made once. "staggered" is the tiny model with every tenth token an end token."""
+
+    @cache
+    def folder_of(name: str, seed: int = 0) -> Path:
+        folder = tmp_path_factory.mktemp(name)
+        if name in RUNS or name in REFUSED:
+            build(*(RUNS | REFUSED)[name], folder, seed)
+        else:
+            tiny.create(folder, TINY, seed)
+        if name == "staggered":
+            generation = transformers.GenerationConfig.from_pretrained(folder)
+            generation.eos_token_id = [generation.eos_token_id, *range(0, 250, 10)]
+            generation.save_pretrained(folder)
+        return folder
+
+    return folder_of
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(folder_of: Callable[..., Path]) -> Path:
+    return folder_of("qwen3")
+
+
+@pytest.fixture(params=["qwen3", "staggered", *RUNS])
+def any_folder(request: pytest.FixtureRequest, folder_of: Callable[..., Path]) -> Path:
+    return folder_of(request.param)
+
+
+@pytest.fixture
+def policy(tiny_folder: Path) -> Policy:
+    """Fresh for every test: free to be trained."""
+    return Policy.load(tiny_folder, torch.device("cpu"))
+
+
+class Reference:
+    """Plain transformers, eager attention, one sequence at a time: no line of hybrid_rl takes part."""
+
+    def __init__(self, folder: Path):
+        load = AutoModelForCausalLM.from_pretrained
+        self.model: PreTrainedModel = load(folder, dtype=torch.float32, attn_implementation="eager")
+        self.exact: PreTrainedModel = load(folder, dtype=torch.float64, attn_implementation="eager")
+
+    def greedy(self, prompt: list[int], max_tokens: int) -> list[int]:
+        out = self.model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=max_tokens)
+        return out[0, len(prompt) :].tolist()
+
+    @torch.no_grad()
+    def distribution(self, ids: list[int], temperature: float) -> Tensor:
+        """log π of what follows each prefix of `ids`, [len(ids), V] float64."""
+        return (self.exact(torch.tensor([ids])).logits[0].double() / temperature).log_softmax(-1)
+
+    def logprobs(self, prompt: list[int], completion: list[int], temperature: float) -> Tensor:
+        """log π of each token of the completion, float64."""
+        rows = self.distribution([*prompt, *completion], temperature)[len(prompt) - 1 : -1]
+        return rows.gather(-1, torch.tensor(completion)[:, None])[:, 0]
+
+
+@pytest.fixture(scope="session")
+def reference_of() -> Callable[[Path], Reference]:
+    return cache(Reference)

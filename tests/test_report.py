@@ -1,0 +1,264 @@
+"""The report is made from a run's files alone, whatever state they are in, and runs nothing that a completion says."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from hybrid_rl.report import read_run, write_report
+from hybrid_rl.report.samples import evaluation_cases, last_step_cases
+from hybrid_rl.rollout.store import write_rollouts
+from hybrid_rl.types import Group, Rollout, Task
+
+HOSTILE = (
+    "<script>document.title='owned'</script><img onerror=alert(1)>",
+    "</textarea></pre></article><script>alert(2)</script>",
+    "{{ 7*7 }} {% raw %}",
+    "```\n````text\n# heading\n[link](x)",
+)
+VOID = {"meta", "br", "img", "link", "input", "hr"}
+
+
+class Page(HTMLParser):
+    """The elements of a page, checking that they nest, and its text."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: set[str] = set()
+        self.attributes: set[str] = set()
+        self.text = ""
+        self.feed(html)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def groups(rewards: list[float], completions: tuple[str, ...] = ()) -> list[Group]:
+    """One group a reward, of one rollout; a task's id is its place."""
+    made = []
+    for id, reward in enumerate(rewards):
+        task = Task(f"task-{id}", ({"role": "user", "content": "question"},), answer=f"truth {id}")
+        rollout = Rollout(task.id, id, 0, seed=0, token_ids=[1])
+        rollout.finish("stop", completions[id] if id < len(completions) else f"completion {id} of reward {reward}")
+        rollout.score(reward, {"exact": reward})
+        made.append(Group(id, task, [rollout]))
+    return made
+
+
+def store(path: Path, made: list[Group]) -> None:
+    write_rollouts(path, made, [f"prompt {g.id}" for g in made], {}, [g.id for g in made])
+
+
+def rl(step: int, **changes: object) -> dict[str, object]:
+    seconds = {"rollout": 0.3, "sleep": 0.0, "update": 0.1, "handover": 0.0, "evaluate": 0.0, "checkpoint": 0.0}
+    return {
+        "stage": "rl", "step": step, "version": step, "reward": 0.5, "reward_std": 0.2, "length": 28.0, "truncated": 0.01, "entropy": 0.4,
+        "mismatch_kl": 1e-9, "clip_fraction": 0.0, "grad_norm": 0.8, "lr": 1e-3, "tokens_per_second": 20000.0, "memory_gib": 0.7,
+        "silent_groups": 0, "replacement_rounds": 0, "reward_errors": 0, "stale": 0, "skipped": 0, "parts": {"similarity": 0.5},
+        "seconds": seconds,
+    } | changes  # fmt: skip
+
+
+def write_metrics(folder: Path, records: list[dict[str, object]]) -> None:
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "reverse" / "2026-03-04_10-20-30"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("name: reverse\nseed: 7\nmodel:\n  path: null\nrl:\n  steps: 40\n")
+    evals = {"eval/base": 0.0125, "eval/sft": 0.34, "eval/rl": 0.89}
+    versions, model = {"torch": "2.13.0"}, {"path": None, "parameters": 812544}
+    (folder / "summary.json").write_text(
+        json.dumps({"name": "reverse", "seed": 7, **evals, "seconds": {"sft": 41.2, "rl": 78.8}, "versions": versions, "model": model})
+    )
+    measured = [
+        {"stage": "eval", "name": name.removeprefix("eval/"), "step": 0, "reward": reward, "reward_std": 0.16, "tasks": 64}
+        for name, reward in evals.items()
+    ]
+    sft = [{"stage": "sft", "step": step, "loss": 3.0 / step, "lr": 0.002, "grad_norm": 0.9} for step in range(1, 20)]
+    write_metrics(folder, [*measured, *sft, *(rl(step) for step in range(1, 41))])
+    for name in ("base", "sft", "rl"):
+        store(folder / "rollouts" / f"eval_{name}.parquet", groups([0.0] * len(HOSTILE), HOSTILE))
+    store(folder / "rollouts" / "step_0040.parquet", groups([0.5, 0.9, 0.1, 0.7, 0.3], HOSTILE))
+    return folder
+
+
+def test_a_finished_run(run: Path) -> None:
+    assert write_report(run) == run / "report.html"
+    html = (run / "report.html").read_text("utf-8")
+    page = Page(html)
+    for expected in (
+        "reverse", "2026-03-04 10:20", "seed 7", "embedded tiny model (813 k parameters)", "0.0125", "+0.328", "+0.550",
+        "± 0.02 standard error, 64 tasks", "2 min 00 s", "20,000", "0.7 GiB", "SFT loss", "Completion length", "Truncated", "Entropy",
+        "Mismatch KL", "nats a token, log scale", "Clip fraction", "Gradient norm", "Time by phase", "75 %", "Peak memory", "similarity",
+        "Resolved configuration", "2.13.0", "none",
+    ):  # fmt: skip
+        assert expected in page.text, expected
+    assert "Not finished" not in page.text
+    assert html.count("<svg") == 12
+    assert ">RL step</text>" in html, "chart text must stay text"
+    assert len(html) < 250_000
+
+
+def test_nothing_is_loaded_from_elsewhere(run: Path) -> None:
+    html = write_report(run).read_text("utf-8")
+    assert not re.search(r"https?:|src=|@import|url\((?!#)|href=\"(?!#)", html)
+    assert Page(html).tags.isdisjoint({"script", "link", "img", "iframe", "object", "image"})
+
+
+def test_hostile_completions_are_text(run: Path) -> None:
+    config = "name: '</pre><script>alert(3)</script>'\n"
+    (run / "config.yaml").write_text(config)
+    (run / "summary.json").write_text(json.dumps({"name": "<script>alert(4)</script>", "versions": {"<script>": "<b>"}}))
+    phases = {"stage": "rl", "step": 41, "seconds": {"<script>$": 1.0}, "parts": {"<script>$x_": 1.0}, "reward": 1.0}
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(phases) + "\n")
+    page = Page(write_report(run).read_text("utf-8"))
+    assert "script" not in page.tags
+    assert "img" not in page.tags
+    assert not any(name.startswith("on") for name in page.attributes)
+    for text in (*HOSTILE, config, "<script>alert(4)</script>", "<script>$x_"):
+        assert text in page.text
+
+
+def test_samples_stay_inside_their_fences(run: Path) -> None:
+    write_report(run)
+    text = (run / "samples.md").read_text("utf-8")
+    assert text.startswith("# Samples of `reverse 2026-03-04 10:20`\n")
+    outside, fence, inside = [], "", ""
+    for line in text.split("\n"):
+        if fence:
+            inside += line + "\n"
+            if re.fullmatch(f"{fence}`*", line):
+                fence = ""
+        elif opened := re.fullmatch("(`{3,})text", line):
+            fence = opened[1]
+        else:
+            outside.append(line)
+    assert fence == ""
+    assert all(completion in inside for completion in HOSTILE)
+    assert not any(mark in line for line in outside for mark in ("<", "{{", "# heading", "[link]"))
+    assert {line for line in outside if line.startswith("## ")} == {"## Evaluation", "## RL step 40"}
+
+
+def test_samples_are_chosen_by_their_rules(tmp_path: Path) -> None:
+    store(tmp_path / "eval_base.parquet", groups([0.0] * 24))
+    store(tmp_path / "eval_rl.parquet", groups([1.0] * 24)[::-1])
+    cases = evaluation_cases(tmp_path)
+    assert [case.title for case in cases] == [f"task-{id}" for id in (0, 4, 8, 12, 16, 20)]
+    assert [(s.label, s.completion) for s in cases[1].samples] == [
+        ("base", "completion 4 of reward 0.0"),
+        ("after RL", "completion 4 of reward 1.0"),
+    ]
+    made = groups([0.5, 0.9, 0.1, 0.7, 0.3, 0.0])
+    made[5].rollouts[0].reward, made[5].rollouts[0].error = None, "TimeoutError"
+    store(tmp_path / "step_9999.parquet", groups([0.0]))
+    store(tmp_path / "step_10000.parquet", made)
+    (tmp_path / "step_10001.parquet").write_bytes(b"PAR1 and no more")
+    step, last = last_step_cases(tmp_path)
+    assert step == 10000
+    assert [(case.title, case.prompt) for case in last] == [
+        ("Best: task-1", "prompt 1"),
+        ("Median: task-0", "prompt 0"),
+        ("Worst: task-2", "prompt 2"),
+        ("Failed: task-5", "prompt 5"),
+    ]
+    assert ("error", "TimeoutError") in last[3].samples[0].facts
+
+
+def test_a_long_completion_keeps_its_ends(tmp_path: Path) -> None:
+    store(tmp_path / "rollouts" / "step_0001.parquet", groups([0.0], ("first " + "x" * 100_000 + " last",)))
+    html = write_report(tmp_path).read_text("utf-8")
+    assert "first x" in html
+    assert "x last" in html
+    assert "characters left out" in html
+    assert len(html) < 40_000
+
+
+def test_an_empty_folder(tmp_path: Path) -> None:
+    page = Page(write_report(tmp_path).read_text("utf-8"))
+    assert "Not finished: no RL step yet." in page.text
+    assert "Nothing recorded yet." in page.text
+    assert (tmp_path / "samples.md").read_text().count("None yet.") == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "samples.md"]
+
+
+def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(NotADirectoryError, match="is not a run's folder"):
+        write_report(tmp_path / "nowhere")
+
+
+def test_in_the_middle_of_a_run(run: Path) -> None:
+    (run / "summary.json").unlink()
+    (run / "config.yaml").write_text("name: reverse\nrl:\n  steps: 40\n  broken: [")
+    (run / "rollouts" / "step_0041.parquet").write_bytes(b"PAR1")
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"stage": "rl", "step": 41, "rew')
+    assert (read_run(run).rl[-1]["step"], read_run(run).broken_lines) == (40, 0)
+    page = Page(write_report(run).read_text("utf-8"))
+    assert "Not finished: 40 of – RL steps." in page.text
+    assert "0.0125" in page.text
+    assert "RL step 40" in page.text
+
+
+def test_a_step_recorded_again_after_a_resume_counts_once(tmp_path: Path) -> None:
+    write_metrics(tmp_path, [rl(1), rl(2, reward=0.1), rl(3), rl(2, reward=0.9)])
+    assert [(record["step"], record["reward"]) for record in read_run(tmp_path).rl] == [(1, 0.5), (2, 0.9), (3, 0.5)]
+
+
+def test_values_that_are_no_numbers_leave_gaps_and_are_counted(tmp_path: Path) -> None:
+    nan, infinite = float("nan"), float("inf")
+    odd = rl(2, reward=nan, reward_std=None, entropy=infinite, mismatch_kl=0.0, grad_norm="1", parts=None, seconds=None, skipped=1, stale=3)
+    bare: dict[str, object] = {"stage": "rl", "step": 4}
+    evaluation: dict[str, object] = {"stage": "eval", "name": "base", "step": 0, "reward": None, "tasks": 0, "reward_errors": 2}
+    write_metrics(tmp_path, [evaluation, rl(1), odd, rl(3), bare])
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write("[1]\nnull\n{\n\n" + json.dumps(rl(5)) + "\n")
+    page = Page(write_report(tmp_path).read_text("utf-8"))
+    for expected in (
+        "optimizer steps skipped", "rollouts discarded as stale", "rewards that failed in evaluations", "a metric that is not finite",
+        "3 unreadable lines", "Gradient norm",
+    ):  # fmt: skip
+        assert expected in page.text, expected
+    assert "log scale" not in page.text, "a mismatch of exactly 0 has no place on a log scale"
+    assert "nan" not in page.text.lower()
+
+
+def test_nothing_but_gaps(tmp_path: Path) -> None:
+    write_metrics(tmp_path, [{"stage": "rl", "step": 1, "reward": float("nan"), "seconds": {"rollout": None}}])
+    assert "<svg" not in write_report(tmp_path).read_text("utf-8")
+
+
+def test_same_files_same_bytes(run: Path) -> None:
+    first = write_report(run).read_bytes(), (run / "samples.md").read_bytes()
+    command = [sys.executable, "-m", "hybrid_rl.report", str(run)]
+    done = subprocess.run(command, capture_output=True, text=True, env={"PYTHONHASHSEED": "1"}, check=True, cwd=Path(__file__).parents[1])
+    assert done.stdout.strip() == str(run / "report.html")
+    assert ((run / "report.html").read_bytes(), (run / "samples.md").read_bytes()) == first
+
+
+def test_importing_is_cheap() -> None:
+    code = "import sys, hybrid_rl.report; sys.exit(any(m in sys.modules for m in ('matplotlib', 'jinja2', 'pyarrow', 'torch', 'yaml')))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1]).returncode == 0
