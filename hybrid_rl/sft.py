@@ -21,12 +21,11 @@ def train_sft(s: Session) -> None:
     optimizer = Optimizer(policy.model.parameters(), config.optimizer, config.steps, s.config.policy.max_bad_steps)
     examples = [demonstration(task, policy.tokenizer, s.config.rollout.max_prompt_tokens) for task in s.tasks.sft]
     curriculum = Curriculum(examples, config.curriculum * config.steps, s.config.seed)
-    start = 0
+    start, window = 0, []
     if s.resumed and s.resumed.state["stage"] == "sft":
         s.resumed.restore(policy, optimizer)
-        start = s.resumed.state["step"]
+        start, window = s.resumed.state["step"], s.resumed.state["window"]
         curriculum.sampler.restore(s.resumed.state["sampler"])
-    window: list[dict[str, float]] = []
     since = time.perf_counter()
     with s.timed("sft"), s.console.progress("SFT", config.steps) as advance:
         for step in range(start + 1, config.steps + 1):
@@ -41,7 +40,7 @@ def train_sft(s: Session) -> None:
                     s.console.say(f"SFT step {step}/{config.steps}  loss {mean['loss']:.3f}  grad {mean['grad_norm']:.2f}  {speed / 1000:.1f}k tok/s")
                 window, since = [], time.perf_counter()
             if config.checkpoint_every and step % config.checkpoint_every == 0 and step < config.steps:
-                s.save_checkpoint("sft", step, optimizer, sampler=curriculum.sampler.state())
+                s.save_checkpoint("sft", step, optimizer, sampler=curriculum.sampler.state(), window=window)
 
 
 class Curriculum:

@@ -17,7 +17,7 @@ from hybrid_rl.config import TinyConfig
 from hybrid_rl.policy import tiny
 from hybrid_rl.policy.model import Policy
 
-pytest.register_assert_rewrite("engine_contract")
+pytest.register_assert_rewrite("tests.engine_contract")
 torch.set_num_threads(1)
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -60,7 +60,7 @@ def build(prefix: str, differs: dict, folder: Path, seed: int) -> None:
         "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.2, "bos_token_id": None,
         "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
     } | differs  # fmt: skip
-    config = getattr(transformers, f"{prefix}Config")(**{k: v for k, v in shape.items() if v is not None or k not in ("num_key_value_heads",)})
+    config = getattr(transformers, f"{prefix}Config")(**{k: v for k, v in shape.items() if (k, v) != ("num_key_value_heads", None)})
     kind = next(c for c in (f"{prefix}ForCausalLM", f"{prefix}LMHeadModel") if hasattr(transformers, c))
     torch.manual_seed(seed)
     model = getattr(transformers, kind)(config)
@@ -112,9 +112,9 @@ class Reference:
     """Plain transformers, eager attention, one sequence at a time: no line of hybrid_rl takes part."""
 
     def __init__(self, folder: Path):
-        load = AutoModelForCausalLM.from_pretrained
-        self.model: PreTrainedModel = load(folder, dtype=torch.float32, attn_implementation="eager")
-        self.exact: PreTrainedModel = load(folder, dtype=torch.float64, attn_implementation="eager")
+        plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
+        self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **plain)
+        self.exact: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **plain)
 
     def greedy(self, prompt: list[int], max_tokens: int) -> list[int]:
         out = self.model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=max_tokens)

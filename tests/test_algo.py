@@ -97,8 +97,11 @@ def test_ppo_clip_is_the_textbook_formula(tokens: list[tuple[float, float, float
     facts = zip(new.tolist(), old.tolist(), advantages.tolist(), strict=True)
     expected = [ppo_by_hand(n, o, a, *bounds) for n, o, a in facts]
     assert loss.tolist() == pytest.approx([e[0] for e in expected], rel=1e-5, abs=1e-6)
-    assert new.grad is not None and new.grad.tolist() == pytest.approx([e[1] for e in expected], rel=1e-5, abs=1e-6)
-    assert clipped.tolist() == [e[2] for e in expected] and clipped.dtype == torch.bool and not clipped.requires_grad
+    assert new.grad is not None
+    assert new.grad.tolist() == pytest.approx([e[1] for e in expected], rel=1e-5, abs=1e-6)
+    assert clipped.tolist() == [e[2] for e in expected]
+    assert clipped.dtype == torch.bool
+    assert not clipped.requires_grad
 
 
 @pytest.mark.parametrize(
@@ -112,8 +115,10 @@ def test_ppo_clip_silences_only_a_move_that_already_went_far_the_right_way(ratio
     new = torch.tensor([math.log(ratio)], requires_grad=True)
     value, clipped = ppo_clip.loss(new, torch.zeros(1), torch.tensor([advantage]))
     value.sum().backward()
-    assert value.item() == pytest.approx(loss, rel=1e-5) and clipped.tolist() == [silenced]
-    assert new.grad is not None and new.grad.item() == pytest.approx(0.0 if silenced else -ratio * advantage, rel=1e-5)
+    assert value.item() == pytest.approx(loss, rel=1e-5)
+    assert clipped.tolist() == [silenced]
+    assert new.grad is not None
+    assert new.grad.item() == pytest.approx(0.0 if silenced else -ratio * advantage, rel=1e-5)
 
 
 def test_ppo_clip_on_policy_is_the_policy_gradient() -> None:
@@ -121,7 +126,9 @@ def test_ppo_clip_on_policy_is_the_policy_gradient() -> None:
     advantages = torch.tensor([0.75, -0.25])
     loss, clipped = ppo_clip.loss(new, new.detach().clone(), advantages)
     loss.sum().backward()
-    assert torch.equal(loss.detach(), -advantages) and torch.equal(new.grad, -advantages) and not clipped.any()
+    assert torch.equal(loss.detach(), -advantages)
+    assert torch.equal(new.grad, -advantages)
+    assert not clipped.any()
 
 
 @pytest.mark.parametrize("old", [-90.0, -3e38, -math.inf])
@@ -130,7 +137,9 @@ def test_ratio_stays_finite_whatever_happened(old: float) -> None:
         new = torch.tensor([new_value] * 2, requires_grad=True)
         loss, _ = ppo_clip.loss(new, torch.tensor([old_value] * 2), torch.tensor([1.0, -1.0]))
         loss.sum().backward()
-        assert loss.isfinite().all() and new.grad is not None and new.grad.isfinite().all()
+        assert loss.isfinite().all()
+        assert new.grad is not None
+        assert new.grad.isfinite().all()
         assert loss.abs().max() <= math.exp(20.0) * 1.001
         assert mismatch.mismatch_kl(new.detach(), torch.tensor([old_value] * 2)).isfinite().all()
 
@@ -139,7 +148,9 @@ def test_gradient_flows_through_the_new_logprobs_alone() -> None:
     new, old, advantages = (torch.randn(5, requires_grad=True) for _ in range(3))
     loss, _ = ppo_clip.loss(new, old.detach(), advantages.detach())
     loss.sum().backward()
-    assert new.grad is not None and old.grad is None and advantages.grad is None
+    assert new.grad is not None
+    assert old.grad is None
+    assert advantages.grad is None
 
 
 # ---- mismatch KL ------------------------------------------------------------------------------------------------------

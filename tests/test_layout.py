@@ -1,3 +1,4 @@
+import itertools
 import math
 import random
 from collections.abc import Sequence
@@ -93,7 +94,8 @@ def test_first_fit_decreasing(capacity: int, data: st.DataObject) -> None:
     bins = first_fit_decreasing(sizes, capacity)
     assert sorted(i for b in bins for i in b) == list(range(len(sizes)))
     loads = [sum(sizes[i] for i in b) for b in bins]
-    assert all(b for b in bins) and all(load <= capacity for load in loads)
+    assert all(b for b in bins)
+    assert all(load <= capacity for load in loads)
     # first fit: what opened a bin had no room in any bin before it
     assert all(loads[earlier] + sizes[bins[later][0]] > capacity for later in range(len(bins)) for earlier in range(later))
     lower = max(math.ceil(sum(sizes) / capacity), sum(size > capacity / 2 for size in sizes))
@@ -104,7 +106,7 @@ def test_first_fit_decreasing(capacity: int, data: st.DataObject) -> None:
 @given(splits=st.lists(st.lists(st.integers(1, 99), max_size=5), min_size=1, max_size=8))
 def test_first_fit_decreasing_is_within_its_bound_of_the_best(splits: list[list[int]]) -> None:
     # cut each full bin of 100 at random points: the optimum is then known to be the number of bins
-    sizes = [b - a for cuts in splits for edges in [sorted({0, *cuts, 100})] for a, b in zip(edges, edges[1:], strict=False)]
+    sizes = [b - a for cuts in splits for edges in [sorted({0, *cuts, 100})] for a, b in itertools.pairwise(edges)]
     assert len(first_fit_decreasing(sizes, 100)) <= 11 / 9 * len(splits) + 6 / 9
 
 
@@ -119,11 +121,13 @@ def test_a_sample_larger_than_a_row_is_refused() -> None:
 def test_128_rollouts_of_150_tokens_make_10_rows_of_2048() -> None:
     rollouts = [rollout(range(100), [(True, range(50))], group=i) for i in range(128)]
     rows = pack(rollouts, "packed", 2048)
-    assert [len(row.input_ids) // 150 for row in rows] == [13] * 9 + [11] and len(rows) == 10
+    assert [len(row.input_ids) // 150 for row in rows] == [13] * 9 + [11]
+    assert len(rows) == 10
     # as trees the sixteen completions of a group share their prompt: 128 · 50 + 8 · 100 tokens
     groups = [rollout([g] * 100, [(True, range(50))], group=g) for g in range(8) for _ in range(16)]
     trees = pack(groups, "trees", 2048)
-    assert len(trees) == 4 and sum(len(row.input_ids) for row in trees) == 128 * 50 + 8 * 100
+    assert len(trees) == 4
+    assert sum(len(row.input_ids) for row in trees) == 128 * 50 + 8 * 100
 
 
 # ---- what a row says about its tokens ---------------------------------------------------------------------------------
@@ -134,7 +138,8 @@ def test_128_rollouts_of_150_tokens_make_10_rows_of_2048() -> None:
 def test_every_sampled_token_is_predicted_once_from_the_token_before_it(rollouts: list[Rollout], layout: str, row_tokens: int) -> None:
     places = [(i, t) for i, r in enumerate(rollouts) for t, m in enumerate(r.loss_mask) if m]
     facts = sampled_tokens(rollouts)
-    assert len(facts) == len(places) and facts.rollout_index.tolist() == [i for i, _ in places]
+    assert len(facts) == len(places)
+    assert facts.rollout_index.tolist() == [i for i, _ in places]
     assert facts.behaviour_logprobs.tolist() == [rollouts[i].logprobs[t] for i, t in places]
     rows = pack(rollouts, layout, row_tokens)
     assert sorted(n for row in rows for n in row.token_index.tolist()) == list(range(len(places)))
@@ -193,7 +198,8 @@ def test_samples_of_a_row_do_not_see_each_other(policy: Policy, layout: str) -> 
     old = rollouts[1]
     changed[1] = rollout(old.token_ids[: old.prompt_length], [(True, [(t + 1) % 256 for t in old.token_ids[old.prompt_length :]])])
     changed[-2] = rollout([11] * 6, [(False, [12, 13]), (True, [14, 15])])
-    assert len(pack(rollouts, layout, 2048)) == 1 and [len(r.token_ids) for r in rollouts] == [len(r.token_ids) for r in changed]
+    assert len(pack(rollouts, layout, 2048)) == 1
+    assert [len(r.token_ids) for r in rollouts] == [len(r.token_ids) for r in changed]
     index = sampled_tokens(rollouts).rollout_index
     before, after = run(policy, rollouts, layout, 2048)[0], run(policy, changed, layout, 2048)[0]
     touched = (index == 1) | (index == len(rollouts) - 2)

@@ -31,7 +31,8 @@ def test_logprobs_and_entropy_are_those_of_the_definition(temperature: float, ch
     hidden, head, targets = problem(20, 50)
     logprobs, entropy = token_logprobs(hidden, head, targets, temperature, chunk)
     expected, expected_entropy = by_definition(hidden, head, targets, temperature)
-    assert logprobs.dtype == entropy.dtype == torch.float32 and not entropy.requires_grad
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    assert not entropy.requires_grad
     torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(entropy.double(), expected_entropy, rtol=1e-5, atol=1e-5)
 
@@ -62,8 +63,11 @@ def test_extreme_logits_stay_finite() -> None:
     hidden, head, targets = problem(10, 40, scale=200.0)
     logprobs, entropy = token_logprobs(hidden, head, targets, 0.6, 4)
     logprobs.sum().backward()
-    assert logprobs.isfinite().all() and entropy.isfinite().all() and hidden.grad.isfinite().all()
-    assert (logprobs <= 0).all() and (entropy >= 0).all()
+    assert logprobs.isfinite().all()
+    assert entropy.isfinite().all()
+    assert hidden.grad.isfinite().all()
+    assert (logprobs <= 0).all()
+    assert (entropy >= 0).all()
 
 
 def test_low_precision_logits_are_normalised_in_float32() -> None:
@@ -80,7 +84,8 @@ def test_no_target_gives_empty_results_and_a_zero_gradient() -> None:
     logprobs, entropy = token_logprobs(hidden[:0], head, torch.zeros(0, dtype=torch.int64), 1.0, 4)
     assert logprobs.shape == entropy.shape == (0,)
     logprobs.sum().backward()
-    assert head.weight.grad.abs().max() == 0 and hidden.grad.abs().max() == 0
+    assert head.weight.grad.abs().max() == 0
+    assert hidden.grad.abs().max() == 0
 
 
 class LargestTensor(TorchDispatchMode):
@@ -98,7 +103,7 @@ class LargestTensor(TorchDispatchMode):
 def test_logits_of_more_than_a_chunk_never_exist(chunk: int, largest: int) -> None:
     hidden, head, targets = problem(64, 500, dim=2)  # so narrow that the logits outweigh hidden states and head
     with LargestTensor() as forward:
-        logprobs, entropy = token_logprobs(hidden, head, targets, 0.6, chunk)
+        logprobs, _ = token_logprobs(hidden, head, targets, 0.6, chunk)
     with LargestTensor() as backward:
         logprobs.sum().backward()
     assert forward.largest == backward.largest == largest

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -50,7 +52,8 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        self.text += data
+        if self.open[-1:] != ["style"]:
+            self.text += data
 
 
 def groups(rewards: list[float], completions: tuple[str, ...] = ()) -> list[Group]:
@@ -83,9 +86,10 @@ def write_metrics(folder: Path, records: list[dict[str, object]]) -> None:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    folder = tmp_path / "reverse" / "2026-03-04_10-20-30"
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished run, with its report."""
+    folder = tmp_path_factory.mktemp("reverse") / "2026-03-04_10-20-30"
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text("name: reverse\nseed: 7\nmodel:\n  path: null\nrl:\n  steps: 40\n")
     evals = {"eval/base": 0.0125, "eval/sft": 0.34, "eval/rl": 0.89}
@@ -102,17 +106,23 @@ def run(tmp_path: Path) -> Path:
     for name in ("base", "sft", "rl"):
         store(folder / "rollouts" / f"eval_{name}.parquet", groups([0.0] * len(HOSTILE), HOSTILE))
     store(folder / "rollouts" / "step_0040.parquet", groups([0.5, 0.9, 0.1, 0.7, 0.3], HOSTILE))
+    assert write_report(folder) == folder / "report.html"
     return folder
 
 
-def test_a_finished_run(run: Path) -> None:
-    assert write_report(run) == run / "report.html"
-    html = (run / "report.html").read_text("utf-8")
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    """A copy of it to change."""
+    return Path(shutil.copytree(finished, tmp_path / finished.name))
+
+
+def test_a_finished_run(finished: Path) -> None:
+    html = (finished / "report.html").read_text("utf-8")
     page = Page(html)
     for expected in (
         "reverse", "2026-03-04 10:20", "seed 7", "embedded tiny model (813 k parameters)", "0.0125", "+0.328", "+0.550",
         "± 0.02 standard error, 64 tasks", "2 min 00 s", "20,000", "0.7 GiB", "SFT loss", "Completion length", "Truncated", "Entropy",
-        "Mismatch KL", "nats a token, log scale", "Clip fraction", "Gradient norm", "Time by phase", "75 %", "Peak memory", "similarity",
+        "Mismatch KL", "nats, log scale", "Clip fraction", "Gradient norm", "Time by phase", "75 %", "Peak memory", "similarity",
         "Resolved configuration", "2.13.0", "none",
     ):  # fmt: skip
         assert expected in page.text, expected
@@ -122,8 +132,8 @@ def test_a_finished_run(run: Path) -> None:
     assert len(html) < 250_000
 
 
-def test_nothing_is_loaded_from_elsewhere(run: Path) -> None:
-    html = write_report(run).read_text("utf-8")
+def test_nothing_is_loaded_from_elsewhere(finished: Path) -> None:
+    html = (finished / "report.html").read_text("utf-8")
     assert not re.search(r"https?:|src=|@import|url\((?!#)|href=\"(?!#)", html)
     assert Page(html).tags.isdisjoint({"script", "link", "img", "iframe", "object", "image"})
 
@@ -133,8 +143,7 @@ def test_hostile_completions_are_text(run: Path) -> None:
     (run / "config.yaml").write_text(config)
     (run / "summary.json").write_text(json.dumps({"name": "<script>alert(4)</script>", "versions": {"<script>": "<b>"}}))
     phases = {"stage": "rl", "step": 41, "seconds": {"<script>$": 1.0}, "parts": {"<script>$x_": 1.0}, "reward": 1.0}
-    with open(run / "metrics.jsonl", "a") as file:
-        file.write(json.dumps(phases) + "\n")
+    write_metrics(run, [phases])
     page = Page(write_report(run).read_text("utf-8"))
     assert "script" not in page.tags
     assert "img" not in page.tags
@@ -143,9 +152,8 @@ def test_hostile_completions_are_text(run: Path) -> None:
         assert text in page.text
 
 
-def test_samples_stay_inside_their_fences(run: Path) -> None:
-    write_report(run)
-    text = (run / "samples.md").read_text("utf-8")
+def test_samples_stay_inside_their_fences(finished: Path) -> None:
+    text = (finished / "samples.md").read_text("utf-8")
     assert text.startswith("# Samples of `reverse 2026-03-04 10:20`\n")
     outside, fence, inside = [], "", ""
     for line in text.split("\n"):
@@ -252,9 +260,12 @@ def test_nothing_but_gaps(tmp_path: Path) -> None:
 
 
 def test_same_files_same_bytes(run: Path) -> None:
-    first = write_report(run).read_bytes(), (run / "samples.md").read_bytes()
+    first = (run / "report.html").read_bytes(), (run / "samples.md").read_bytes()
+    (run / "report.html").unlink()
     command = [sys.executable, "-m", "hybrid_rl.report", str(run)]
-    done = subprocess.run(command, capture_output=True, text=True, env={"PYTHONHASHSEED": "1"}, check=True, cwd=Path(__file__).parents[1])
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"PYTHONHASHSEED": "1"}, check=True, cwd=Path(__file__).parents[1]
+    )
     assert done.stdout.strip() == str(run / "report.html")
     assert ((run / "report.html").read_bytes(), (run / "samples.md").read_bytes()) == first
 

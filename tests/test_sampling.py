@@ -65,7 +65,8 @@ def test_frequencies_of_a_requests_stream_are_the_probabilities(sampling: Sampli
     logits = logits_of(40, 3)
     counts = np.bincount(draw(logits, torch.from_numpy(uniforms(11, 20_000)), sampling), minlength=40)
     p = exact(logits, sampling)
-    assert chi_square_is_plausible(counts, p) and counts[p == 0].sum() == 0
+    assert chi_square_is_plausible(counts, p)
+    assert counts[p == 0].sum() == 0
 
 
 def test_the_chi_square_check_can_fail() -> None:
@@ -96,7 +97,8 @@ def test_a_token_of_no_probability_is_never_drawn(uniform: float, sampling: Samp
         logits = logits_of(30, seed)
         logits[[0, 7, 28, 29]] = -1e9  # at both ends, where a cumulative sum is off by one
         ids, logprobs = sample(logits[None], torch.tensor([uniform]), sampling)
-        assert exact(logits, sampling)[ids.item()] > 0 and logprobs.isfinite().all()
+        assert exact(logits, sampling)[ids.item()] > 0
+        assert logprobs.isfinite().all()
 
 
 def test_the_ends_of_the_unit_interval_are_the_first_and_the_last_possible_token() -> None:
@@ -129,7 +131,8 @@ def test_rows_do_not_influence_each_other() -> None:
     for sampling in settings:
         ids, logprobs = sample(logits, uniform, sampling)
         alone = [sample(logits[i : i + 1], uniform[i : i + 1], sampling) for i in range(16)]
-        assert ids.tolist() == [a[0].item() for a in alone] and logprobs.tolist() == [a[1].item() for a in alone]
+        assert ids.tolist() == [a[0].item() for a in alone]
+        assert logprobs.tolist() == [a[1].item() for a in alone]
 
 
 def test_low_precision_logits_are_sampled_in_float32() -> None:
@@ -144,7 +147,9 @@ def test_low_precision_logits_are_sampled_in_float32() -> None:
 def test_uniforms_lie_in_the_half_open_unit_interval() -> None:
     assert LARGEST_UNIFORM == LARGEST_BELOW_ONE
     stream = uniforms(0, 200_000)
-    assert stream.dtype == np.float32 and stream.min() >= 0 and stream.max() < 1
+    assert stream.dtype == np.float32
+    assert stream.min() >= 0
+    assert stream.max() < 1
     assert abs(stream.mean() - 0.5) < 5 / np.sqrt(12 * 200_000)
     assert chi_square_is_plausible(np.histogram(stream, 64, (0, 1))[0], np.full(64, 1 / 64))
 

@@ -26,9 +26,7 @@ def test_task_needs_an_id() -> None:
         Task("", ASK, "answer")
 
 
-@pytest.mark.parametrize(
-    "messages", [(), ({"role": "user"},), ({"role": "user", "content": "x", "name": "y"},), (*ASK, {"content": "x"})]
-)
+@pytest.mark.parametrize("messages", [(), ({"role": "user"},), ({"role": "user", "content": "x", "name": "y"},), (*ASK, {"content": "x"})])
 def test_task_refuses_messages_that_are_not_role_and_content(messages: tuple) -> None:
     with pytest.raises(ValueError, match="task t: messages"):
         Task("t", messages, "answer")
@@ -70,8 +68,10 @@ def test_rollout_only_grows_and_keeps_its_lengths(prompt: list[int], segments: l
             ids, mask = ids + [t for t, _ in tokens], mask + [True] * len(tokens)
             logprobs, versions = logprobs + [lp for _, lp in tokens], versions + [version] * old + [version + 1] * new
         assert (r.token_ids, r.loss_mask, r.logprobs) == (ids, mask, logprobs)
-    assert r.prompt_length == len(prompt) and r.sampled == sum(mask) == len(versions)
-    assert [v for v, n in r.versions for _ in range(n)] == versions and all(n > 0 for _, n in r.versions)
+    assert r.prompt_length == len(prompt)
+    assert r.sampled == sum(mask) == len(versions)
+    assert [v for v, n in r.versions for _ in range(n)] == versions
+    assert all(n > 0 for _, n in r.versions)
 
 
 @pytest.mark.parametrize(
@@ -98,21 +98,25 @@ def test_end_token_keeps_its_mask_where_padding_is_the_same_token() -> None:
     r = rollout()
     r.add_sampled([9, end], [-0.1, -0.2], [(0, 2)])
     r.add_observed([pad])
-    assert r.token_ids == [1, 2, 3, 9, 3, 3] and r.loss_mask == [False, False, False, True, True, False]
+    assert r.token_ids == [1, 2, 3, 9, 3, 3]
+    assert r.loss_mask == [False, False, False, True, True, False]
 
 
 def test_finish_and_score_record_and_refuse() -> None:
     r = rollout()
     with pytest.raises(ValueError, match="finish reason"):
         r.finish("eos", "text")  # type: ignore[arg-type]
-    assert r.finish_reason is None and r.completion == ""
+    assert r.finish_reason is None
+    assert r.completion == ""
     for reason in FINISH_REASONS:
         r.finish(reason, "text")
         assert (r.finish_reason, r.completion) == (reason, "text")
     parts = {"format": 0.2}
     r.score(1, parts)
     parts["format"] = 9.0
-    assert r.reward == 1.0 and isinstance(r.reward, float) and r.reward_parts == {"format": 0.2}
+    assert r.reward == 1.0
+    assert isinstance(r.reward, float)
+    assert r.reward_parts == {"format": 0.2}
 
 
 @pytest.mark.parametrize(("reward", "parts"), [(math.nan, {}), (math.inf, {}), (1.0, {"a": 0.0, "b": math.nan}), (1.0, {"a": -math.inf})])
@@ -120,7 +124,8 @@ def test_reward_must_be_finite(reward: float, parts: dict) -> None:
     r = rollout()
     with pytest.raises(ValueError, match="not finite"):
         r.score(reward, parts)
-    assert r.reward is None and r.reward_parts == {}
+    assert r.reward is None
+    assert r.reward_parts == {}
 
 
 # ---- Group ------------------------------------------------------------------------------------------------------------
@@ -144,7 +149,10 @@ def test_group_is_ready_when_all_rewards_are_in() -> None:
     with pytest.raises(ValueError, match="not ready"):
         _ = group.silent
     group.rollouts[1].score(0.0, {})
-    assert group.ready and group.rewards == [1.0, 0.0] and not group.silent and not group.failed
+    assert group.ready
+    assert group.rewards == [1.0, 0.0]
+    assert not group.silent
+    assert not group.failed
     group.rollouts[1].error = "the reward timed out"
     assert group.failed
 
@@ -166,7 +174,8 @@ def batch(**changes: torch.Tensor) -> PackedBatch:
 def test_packed_batch_accepts_what_fits_and_moves() -> None:
     row = batch()
     moved = row.to("cpu")
-    assert moved is not row and torch.equal(moved.predict_at, row.predict_at)
+    assert moved is not row
+    assert torch.equal(moved.predict_at, row.predict_at)
     empty = torch.zeros(0, dtype=torch.int64)
     assert len(batch(predict_at=empty, targets=empty, token_index=empty).targets) == 0
 
@@ -180,5 +189,5 @@ def test_packed_batch_accepts_what_fits_and_moves() -> None:
     ids=["positions", "two-dimensional", "targets", "token-index", "past-the-row"],
 )  # fmt: skip
 def test_packed_batch_refuses_what_does_not_fit(changes: dict[str, torch.Tensor]) -> None:
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=r"must|past the row"):
         batch(**changes)

@@ -170,7 +170,7 @@ def _cards(run: Run) -> list[dict[str, str]]:
     memory = [x for r in run.rl if not math.isnan(x := number(r.get("memory_gib")))]
     planned = number(_mapping(run.config, "rl").get("steps"))
     cards = [
-        ("RL steps", str(run.rl[-1]["step"]) if run.rl else "", "" if math.isnan(planned) else f"of {shown(planned)}"),
+        ("RL steps", shown(run.rl[-1]["step"]) if run.rl else "", "" if math.isnan(planned) else f"of {shown(planned)}"),
         ("time", _duration(total or measured) if total or measured else "", "all stages" if total else "RL so far"),
         ("tokens a second", shown(median(speed)) if speed else "", "median of RL steps"),
         ("peak memory", f"{shown(max(memory))} GiB" if memory else "", "largest of RL steps"),

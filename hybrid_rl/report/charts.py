@@ -30,7 +30,7 @@ STYLE: dict[Any, Any] = {
     "axes.edgecolor": GRID, "axes.labelcolor": INK, "axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True,
     "axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False, "grid.color": GRID, "grid.linewidth": 0.6,
     "xtick.color": GRID, "ytick.color": GRID, "xtick.labelcolor": INK, "ytick.labelcolor": INK, "ytick.major.size": 0,
-    "lines.linewidth": 1.5, "lines.markersize": 3, "savefig.transparent": True,
+    "lines.markersize": 3, "savefig.transparent": True,
 }  # fmt: skip
 
 
@@ -80,7 +80,7 @@ def health_charts(rl: Sequence[Record]) -> list[Chart]:
         _line("Completion length", "tokens, mean", rl, "length", from_zero=True),
         _line("Truncated", "share of completions", rl, "truncated", percent=True),
         _line("Entropy", "nats a token", rl, "entropy", from_zero=True),
-        _line("Mismatch KL", "nats a token", rl, "mismatch_kl", log=positive),
+        _line("Mismatch KL", "nats, log scale" if positive else "nats a token", rl, "mismatch_kl", log=positive),
         _line("Clip fraction", "share of tokens", rl, "clip_fraction", percent=True),
         _line("Gradient norm", "before clipping", rl, "grad_norm", from_zero=True),
     )
@@ -116,7 +116,7 @@ def _points(records: Sequence[Record], key: str) -> tuple[list[int], list[float]
 def _plot(axes: Axes, x: Sequence[int], y: Sequence[float], colour: int) -> None:
     # A point between two gaps has no line to be seen by, so short or broken curves get marks.
     sparse = len(x) <= 30 or any(math.isnan(value) for value in y)
-    axes.plot(x, y, color=COLOURS[colour], marker="o" if sparse else None)
+    axes.plot(x, y, color=COLOURS[colour], marker="o" if sparse else None, linewidth=1.5 if len(x) <= 300 else 0.7)
 
 
 def _line(
@@ -139,7 +139,6 @@ def _line(
         elif (from_zero or percent) and low >= 0:
             axes.set_ylim(0, 1.1 * high or (0.1 if percent else 1.0))
 
-    unit += ", log scale" if log else ""
     return Chart(title, unit, _svg(title, draw, xlabel, percent), latest=shown(finite[-1], percent))
 
 
@@ -164,7 +163,7 @@ def _reward(evals: Sequence[Record], rl: Sequence[Record]) -> Chart | None:
             axes.axhline(value, color=COLOURS[EVALUATIONS[name][2]], linestyle=EVALUATIONS[name][1], linewidth=1.2)
         _plot(axes, x, mean, 1)
         if between:
-            axes.plot(*zip(*between, strict=True), "o", color=COLOURS[3], markersize=4.5)
+            axes.plot(*zip(*between, strict=True), "o", color=COLOURS[3], markersize=4.5 if len(between) <= 40 else 2.5)
         if not x:
             axes.set_xticks([])
 
@@ -223,7 +222,10 @@ def _svg(name: str, draw: Draw, xlabel: str = "RL step", percent: bool = False) 
         draw(axes)
         axes.set_xlabel(xlabel, labelpad=3)
         if len(axes.get_xticks()):
-            axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+            left, right = axes.get_xlim()
+            if right - left < 1:  # a single step
+                axes.set_xlim(round((left + right) / 2) - 1, round((left + right) / 2) + 1)
+            axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
         if axes.get_yscale() == "linear":
             axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: _tick(100 * y) + " %" if percent else _tick(y)))

@@ -1,0 +1,57 @@
+"""Reward functions that misbehave in every way, for the tests; loaded by name in worker processes."""
+
+import os
+import time
+
+from hybrid_rl.types import Task
+
+
+def length(completion: str, task: Task, scale: float = 1.0) -> float:
+    return scale * len(completion)
+
+
+def parts(completion: str, task: Task) -> dict[str, float]:
+    return {"format": 0.25, "truth": 0.5}
+
+
+def by_order(completion: str, task: Task) -> float:
+    """The completion names what is to happen."""
+    if completion == "raise":
+        raise KeyError("no such answer")
+    if completion == "hang":
+        time.sleep(600)
+    if completion == "die":
+        os._exit(7)
+    if completion == "nan":
+        return float("nan")
+    if completion == "text":
+        return "1.0"  # type: ignore[return-value]
+    return 1.0
+
+
+def hash_of_answer(completion: str, task: Task) -> float:
+    """Deterministic and different for nearly every completion."""
+    return (sum(ord(c) * (i + 1) for i, c in enumerate(completion)) % 97) / 97
+
+
+def constant(completion: str, task: Task) -> float:
+    return 0.5
+
+
+def always_raises(completion: str, task: Task) -> float:
+    raise RuntimeError("the checker is down")
+
+
+def not_loadable(scale: float) -> float:
+    raise ImportError("never reached")
+
+
+def silent_for_short(completion: str, task: Task) -> float:
+    """No signal for tasks with an even answer."""
+    return 0.5 if int(task.answer) % 2 == 0 else hash_of_answer(completion, task)
+
+
+def raises_for_odd(completion: str, task: Task) -> float:
+    if int(task.answer) % 2:
+        raise ValueError("odd")
+    return hash_of_answer(completion, task)

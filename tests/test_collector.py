@@ -1,0 +1,124 @@
+"""Groups with the real engine and real reward processes: order, identity, replacement, and repeatability."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from hybrid_rl.config import RolloutConfig
+from hybrid_rl.engine.base import Completion
+from hybrid_rl.engine.local import LocalEngine
+from hybrid_rl.rollout.collector import Collector
+from hybrid_rl.rollout.reward import RewardError, Scorer
+from hybrid_rl.rollout.sample import request_seed
+from hybrid_rl.types import Task
+
+TASKS = [Task(f"t{i}", ({"role": "user", "content": "x" * (i + 1)},), str(i)) for i in range(30)]
+CONFIG = RolloutConfig(batch_size=12, group_size=3, max_tokens=6, max_prompt_tokens=40, max_replacements=2)
+
+
+class Slowest(LocalEngine):
+    """Hands completions out in the reverse of the order they finished in."""
+
+    def generate(self, requests, sampling) -> Iterator[Completion]:
+        return iter(list(super().generate(requests, sampling))[::-1])
+
+
+def collect(policy, reward: str, seed: int = 0, steps: int = 1, engine_type=LocalEngine, slots: int = 64, config: RolloutConfig = CONFIG):
+    engine = engine_type(policy.model, policy.end_ids(), slots, 64)
+    engine.set_version(4)
+    scorer = Scorer({"_target_": f"tests.rewards.{reward}"}, workers=1, timeout=5)
+    try:
+        collector = Collector(engine, TASKS, policy.tokenizer, scorer, config, seed)
+        return [collector.collect() for _ in range(steps)], collector
+    finally:
+        scorer.close()
+
+
+def fingerprint(batch):
+    return [(r.task_id, r.group_id, r.index, r.token_ids, r.logprobs, r.reward) for r in batch.rollouts]
+
+
+def test_a_step_has_its_full_number_of_scored_rollouts_in_task_order(policy):
+    (batch,), _ = collect(policy, "hash_of_answer")
+    assert len(batch.rollouts) == 12
+    assert [(r.group_id, r.index) for r in batch.rollouts] == [(g.id, i) for g in batch.groups for i in range(3)]
+    for group in batch.groups:
+        prompt = policy.tokenizer.apply_chat_template(list(group.task.messages), add_generation_prompt=True, return_dict=False)
+        for r in group.rollouts:
+            assert r.token_ids[: r.prompt_length] == prompt
+            assert r.versions == [(4, r.sampled)]
+            assert sum(r.loss_mask) == r.sampled == len(r.token_ids) - r.prompt_length
+
+
+def test_each_rollout_is_scored_with_its_own_completion_whatever_the_order_of_completion(policy):
+    (forward,), _ = collect(policy, "hash_of_answer")
+    (backward,), _ = collect(policy, "hash_of_answer", engine_type=Slowest)
+    assert fingerprint(forward) == fingerprint(backward)
+    from tests.rewards import hash_of_answer
+
+    for group in forward.groups:
+        assert [hash_of_answer(r.completion, group.task) for r in group.rollouts] == [r.reward for r in group.rollouts]
+
+
+def test_the_same_seed_repeats_a_run_and_another_does_not(policy):
+    one, _ = collect(policy, "hash_of_answer", steps=2)
+    two, _ = collect(policy, "hash_of_answer", steps=2)
+    other, _ = collect(policy, "hash_of_answer", steps=2, seed=1)
+    assert [fingerprint(b) for b in one] == [fingerprint(b) for b in two]
+    assert fingerprint(one[0]) != fingerprint(other[0])
+
+
+def test_few_slots_give_the_same_samples_as_many(policy):
+    (many,), _ = collect(policy, "hash_of_answer", slots=64)
+    (few,), _ = collect(policy, "hash_of_answer", slots=2)
+    assert [r.token_ids for r in many.rollouts] == [r.token_ids for r in few.rollouts]
+
+
+def test_silent_groups_are_replaced_up_to_a_bound_and_the_shortfall_is_reported(policy):
+    (batch,), collector = collect(policy, "constant")
+    assert batch.groups == []
+    assert batch.silent_groups == 4 * (1 + CONFIG.max_replacements)
+    assert batch.missing_groups == 4
+    assert batch.replacement_rounds == CONFIG.max_replacements
+    assert collector.next_group == 12
+
+
+def test_replacements_are_new_tasks_and_fill_the_step(policy):
+    (batch,), _ = collect(policy, "silent_for_short", config=RolloutConfig(batch_size=12, group_size=3, max_tokens=6, max_prompt_tokens=40, max_replacements=20))
+    assert len(batch.groups) == 4
+    assert batch.silent_groups == len(batch.dropped) > 0
+    assert batch.missing_groups == 0
+    assert len({g.task.id for g in batch.all_groups}) == len(batch.all_groups)
+    assert all(not g.silent for g in batch.groups)
+    assert [g.id for g in batch.groups] == sorted(g.id for g in batch.groups)
+
+
+def test_a_group_with_a_failed_reward_is_dropped_and_counted(policy):
+    (batch,), _ = collect(policy, "raises_for_odd", config=RolloutConfig(batch_size=12, group_size=3, max_tokens=6, max_prompt_tokens=40, max_replacements=20))
+    assert batch.reward_errors > 0
+    assert len(batch.groups) == 4
+    assert all(not g.failed for g in batch.groups)
+
+
+def test_when_every_reward_fails_the_run_ends_with_the_reason(policy):
+    with pytest.raises(RewardError, match=r"all \d+ rewards of a step failed; the last: RuntimeError: the checker is down"):
+        collect(policy, "always_raises")
+
+
+def test_a_restored_collector_goes_on_with_the_same_groups(policy):
+    whole, _ = collect(policy, "hash_of_answer", steps=3)
+    _, first = collect(policy, "hash_of_answer", steps=2)
+    engine = LocalEngine(policy.model, policy.end_ids(), 64, 64)
+    engine.set_version(4)
+    scorer = Scorer({"_target_": "tests.rewards.hash_of_answer"}, workers=1, timeout=5)
+    try:
+        second = Collector(engine, TASKS, policy.tokenizer, scorer, CONFIG, 0)
+        second.restore(first.state())
+        assert fingerprint(second.collect()) == fingerprint(whole[2])
+    finally:
+        scorer.close()
+
+
+def test_request_seeds_differ_by_every_fact():
+    seeds = {request_seed(run, kind, group, index) for run in range(5) for kind in ("rl", "eval") for group in range(20) for index in range(16)}
+    assert len(seeds) == 5 * 2 * 20 * 16

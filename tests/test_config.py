@@ -1,0 +1,124 @@
+"""Settings: every default can be overridden, and every bad one ends in one line that says what to do."""
+
+import subprocess
+import sys
+
+import pytest
+from omegaconf import OmegaConf
+
+from hybrid_rl.config import Config
+from hybrid_rl.validation import ConfigError, _keys, load
+
+REVERSE = "+recipe=reverse"
+
+# override(s) → what the line must contain
+BAD = [
+    ([], "no recipe was chosen; add +recipe=NAME, there are: reverse"),
+    (["+recipe=revers"], "recipe=revers (command line): there is no such choice; there are: reverse"),
+    ([REVERSE, "rollout.group_sise=8"], "rollout.group_sise=8 (command line): there is no such key; did you mean rollout.group_size?"),
+    ([REVERSE, "rolout.group_size=8"], "did you mean rollout.group_size?"),
+    ([REVERSE, "+rl.foo=1"], "rl.foo=1 (command line): there is no such key"),
+    ([REVERSE, "model=qwen"], "there are: qwen3, tiny"),
+    ([REVERSE, "rl.steps=["], "rl.steps=[ (command line): not of the form key=value"),
+    ([REVERSE, "rollout.batch_size=many"], "rollout.batch_size=many (command line): Value 'many' of type 'str' could not be converted to Integer"),
+    ([REVERSE, "rollout.batch_size=1.5"], "rollout.batch_size=1.5"),
+    ([REVERSE, "dry_run=perhaps"], "dry_run=perhaps"),
+    ([REVERSE, "policy.layout=tree"], "policy.layout=tree (command line): Invalid value 'tree', expected one of [auto, padded, packed, trees]"),
+    ([REVERSE, "rollout.group_size=15"], "does not divide rollout.batch_size=128; the nearest that does is 16"),
+    ([REVERSE, "rollout.batch_size=100"], "rollout.group_size=16 (conf/recipe/reverse.yaml): does not divide rollout.batch_size=100; the nearest that does is 20"),
+    ([REVERSE, "rollout.group_size=1"], "rollout.group_size=1 (command line): must be at least 2"),
+    ([REVERSE, "rollout.max_tokens=4000"], "is longer than a row of policy.row_tokens=2048; at most "),
+    ([REVERSE, "policy.row_tokens=16"], "set policy.row_tokens to"),
+    ([REVERSE, "rollout.temperature=0"], "rollout.temperature=0.0 (command line): must be a number above 0"),
+    ([REVERSE, "rollout.top_p=1.5"], "must be between 1e-06 and 1"),
+    ([REVERSE, "rl.optimizer.lr=-1"], "must be a number above 0"),
+    ([REVERSE, "rl.optimizer.lr=nan"], "must be a number above 0"),
+    ([REVERSE, "rl.optimizer.betas=[0.9]"], "must be two numbers from 0 to below 1"),
+    ([REVERSE, "rl.steps=-1"], "must be at least 0"),
+    ([REVERSE, "rl.optimizer.schedule=cosin"], "rl.optimizer.schedule=cosin"),
+    ([REVERSE, "model.tiny.kv_heads=3"], "must divide model.tiny.heads=4"),
+    ([REVERSE, "device=gpu"], "device=gpu (command line): there are: auto, cpu, cuda"),
+    ([REVERSE, "resume=/no/such/run"], "must be never, auto, or the folder of a run"),
+    ([REVERSE, "model=qwen3"], "model.path= (conf/model/qwen3.yaml): is not a Hugging Face model folder"),
+    ([REVERSE, "model.path=/no/such/model"], "model.path=/no/such/model (command line): is not a Hugging Face model folder"),
+    ([REVERSE, "data.max_lenght=20"], "data.max_lenght=20 (command line): there is no such key; did you mean max_length?"),
+    ([REVERSE, "+data.colour=red"], "takes no such argument"),
+    ([REVERSE, "reward._target_=hybrid_rl.recipes.reverse.similar"], "defines no 'similar'; there are: load_tasks, similarity"),
+    ([REVERSE, "reward._target_=no.such.module.f"], "there is no module 'no.such.module' on the Python path"),
+    ([REVERSE, "algo.loss.clip_lo=0.1"], "there are: _target_, clip_low, clip_high"),
+    ([REVERSE, "algo=gpro"], "there are: dr_grpo, grpo"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "expected"), BAD, ids=lambda value: " ".join(value) if isinstance(value, list) else "")
+def test_bad_settings(overrides, expected):
+    with pytest.raises(ConfigError) as caught:
+        load(overrides)
+    message = str(caught.value)
+    assert expected in message
+    assert "\n" not in message
+
+
+def test_every_default_can_be_overridden_without_plus():
+    """By its own value, so that the types fit; keys that are sections or functions' arguments aside."""
+    schema = OmegaConf.structured(Config)
+    config = load([REVERSE])
+    leaves = [k for k in _keys(schema) if not OmegaConf.is_config(OmegaConf.select(schema, k)) or OmegaConf.is_list(OmegaConf.select(schema, k))]
+    assert len(leaves) > 60
+    values = OmegaConf.to_container(config, enum_to_str=True)
+    given = {}
+    for key in leaves:
+        value = values
+        for part in key.split("."):
+            value = value[part]
+        if key not in ("name", "model.path", "model.tiny.words"):
+            given[key] = value
+    assert load([REVERSE, *(f"{key}={value}" for key, value in given.items())]) == config
+
+
+def test_the_recipe_is_the_worked_example():
+    config = load([REVERSE])
+    assert (config.rollout.batch_size, config.rollout.group_size, config.rl.steps) == (128, 16, 20)
+    assert (config.rollout.temperature, config.rollout.max_tokens, config.policy.row_tokens) == (1.0, 128, 2048)
+
+
+def test_the_model_brings_its_learning_rates(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_text("")
+    config = load([REVERSE, "model=qwen3", f"model.path={tmp_path}"])
+    assert (config.rl.optimizer.lr, config.sft.optimizer.lr) == (3e-6, 2e-5)
+    assert load([REVERSE, "model=qwen3", f"model.path={tmp_path}", "rl.optimizer.lr=1e-5"]).rl.optimizer.lr == 1e-5
+
+
+def cli(*arguments, **kwargs):
+    return subprocess.run([sys.executable, "-m", "hybrid_rl.run", *arguments], capture_output=True, text=True, timeout=60, **kwargs)
+
+
+def test_the_command_reports_in_one_line_and_exits_with_2(tmp_path):
+    result = cli(REVERSE, "rollout.group_sise=8", cwd=tmp_path)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr == "hybrid_rl: rollout.group_sise=8 (command line): there is no such key; did you mean rollout.group_size?\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_bad_job_stops_a_sweep_before_it_starts(tmp_path):
+    result = cli(REVERSE, "-m", "seed=0,1", "rollout.group_size=16,15", cwd=tmp_path)
+    assert result.returncode == 2
+    assert "rollout.group_size=15" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_settings_are_checked_before_torch_is_loaded():
+    code = (
+        "import sys\nfrom hybrid_rl.validation import load\n"
+        f"load(['{REVERSE}'])\n"
+        "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_the_resolved_configuration_is_shown(tmp_path):
+    result = cli(REVERSE, "--cfg", "job", "--resolve", cwd=tmp_path)
+    assert result.returncode == 0
+    assert OmegaConf.create(result.stdout).rollout.batch_size == 128

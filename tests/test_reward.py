@@ -1,0 +1,77 @@
+"""Scoring in real worker processes: what a reward does wrong is an error on its rollout, never a number or a hang."""
+
+import time
+
+import psutil
+import pytest
+
+from hybrid_rl.rollout.reward import RewardError, Scorer
+from hybrid_rl.types import Rollout, Task
+
+TASK = Task("t", ({"role": "user", "content": "x"},), "a")
+
+
+def rollout(completion: str, index: int = 0) -> Rollout:
+    r = Rollout("t", 0, index, 0, [1])
+    r.add_sampled([2], [-0.5], [(0, 1)])
+    r.finish("stop", completion)
+    return r
+
+
+def run(name: str, completions: list[str], timeout: float = 5.0, **arguments):
+    scorer = Scorer({"_target_": f"tests.rewards.{name}", **arguments}, workers=2, timeout=timeout)
+    try:
+        scorer.check()
+        rollouts = [rollout(c, i) for i, c in enumerate(completions)]
+        for r in rollouts:
+            scorer.submit(r, TASK)
+        return rollouts, scorer.finish()
+    finally:
+        scorer.close()
+
+
+def test_each_completion_gets_its_own_reward_and_arguments_reach_the_function():
+    rollouts, errors = run("length", ["a" * n for n in range(20)], scale=0.5)
+    assert [r.reward for r in rollouts] == [n * 0.5 for n in range(20)]
+    assert errors == 0
+
+
+def test_named_parts_add_up():
+    (r,), _ = run("parts", ["x"])
+    assert r.reward == 0.75
+    assert r.reward_parts == {"format": 0.25, "truth": 0.5}
+
+
+def test_every_kind_of_failure_is_counted_and_spares_the_others():
+    rollouts, errors = run("by_order", ["fine", "raise", "hang", "die", "nan", "text", "fine"], timeout=1.0)
+    by_name = dict(zip(["ok1", "raise", "hang", "die", "nan", "text", "ok2"], rollouts, strict=True))
+    assert errors == 5
+    assert by_name["ok1"].reward == by_name["ok2"].reward == 1.0
+    assert by_name["raise"].error == "KeyError: 'no such answer'"
+    assert by_name["hang"].error == "timed out after 1 s"
+    assert by_name["die"].error == "its process died (exit code 7)"
+    assert "not finite" in by_name["nan"].error
+    assert "'1.0', not a number" in by_name["text"].error
+    assert all(by_name[name].reward is None for name in ("raise", "hang", "die", "nan", "text"))
+
+
+def test_a_reward_that_cannot_be_loaded_says_why():
+    scorer = Scorer({"_target_": "tests.rewards.missing"}, workers=1, timeout=1.0)
+    try:
+        with pytest.raises(RewardError, match="missing"):
+            scorer.check()
+    finally:
+        scorer.close()
+
+
+def test_scoring_runs_beside_its_caller_and_leaves_no_process():
+    before = {p.pid for p in psutil.Process().children(recursive=True)}
+    scorer = Scorer({"_target_": "tests.rewards.by_order"}, workers=2, timeout=2.0)
+    scorer.check()
+    start = time.perf_counter()
+    scorer.submit(rollout("hang"), TASK)
+    assert time.perf_counter() - start < 1.0  # submitting does not wait for the reward
+    scorer.close()
+    for process in psutil.Process().children(recursive=True):
+        if process.pid not in before and "resource_tracker" not in " ".join(process.cmdline()):
+            process.wait(timeout=10)

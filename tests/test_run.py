@@ -1,0 +1,210 @@
+"""The command as a user meets it: a whole small run, what it leaves, a kill at any moment, and going on from there."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hybrid_rl.rollout.store import read_rollouts
+
+SMALL = [
+    "+recipe=reverse", "sft.steps=20", "sft.checkpoint_every=8", "rl.steps=6", "rl.checkpoint_every=2", "rl.eval_every=4",
+    "eval.max_tasks=8", "rollout.batch_size=16", "rollout.group_size=4", "rollout.max_tokens=24", "model.tiny.hidden_size=64",
+]  # fmt: skip
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+TIMES = {"seconds", "memory", "memory_gib", "tokens_per_second"}
+
+
+def start(folder: Path, *overrides: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "hybrid_rl.run", *SMALL, *overrides]
+    return subprocess.Popen(command, cwd=folder, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def run(folder: Path, *overrides: str, code: int = 0) -> str:
+    process = start(folder, *overrides)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == code, output
+    return output
+
+
+def run_folder(folder: Path) -> Path:
+    (found,) = (folder / "outputs" / "reverse").iterdir()
+    return found
+
+
+def metrics(folder: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (run_folder(folder) / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
+
+
+def rollouts(folder: Path) -> dict[str, list[dict]]:
+    return {f.name: read_rollouts(f) for f in sorted((run_folder(folder) / "rollouts").glob("*.parquet"))}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> tuple[Path, str]:
+    """A run that nothing interrupted, and what it printed."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, run(folder)
+
+
+def test_what_a_user_reads(whole):
+    folder, output = whole
+    lines = output.splitlines()
+    assert sum(line.startswith("step ") for line in lines) == 6
+    step = next(line for line in lines if line.startswith("step 1/6"))
+    for field in ("reward", "length", "truncated", "entropy", "mismatch", "clip", "grad", "tok/s", "GiB", "rollout", "update"):
+        assert field in step
+    assert "evaluation of the base model: reward 0.0" in output
+    assert "evaluation of the model after SFT" in output
+    assert "evaluation of the model after RL" in output
+    assert "\x1b[" not in output  # no colours and no bars in a pipe
+    for name in ("report.html", "samples.md", "final"):
+        assert str(run_folder(folder).relative_to(folder) / name) in output
+
+
+def test_what_a_run_leaves(whole):
+    folder = run_folder(whole[0])
+    names = {p.name for p in folder.iterdir()}
+    assert names == {"config.yaml", "metrics.jsonl", "summary.json", "report.html", "samples.md", "rollouts", "checkpoints", "final", "base_model"}
+    summary = json.loads((folder / "summary.json").read_text())
+    assert {"eval/base", "eval/sft", "eval/rl", "seconds", "versions", "seed"} <= summary.keys()
+    assert summary["eval/base"] <= 0.1
+    assert {"sft", "rl", "eval", "total"} <= summary["seconds"].keys()
+    assert [p.name for p in sorted((folder / "checkpoints").iterdir())] == ["rl_000004", "rl_000006"]
+    stages = [line["stage"] for line in metrics(whole[0])]
+    assert stages == ["eval", "sft", "sft", "eval", *["rl"] * 3, "eval", *["rl"] * 3, "eval"]
+
+
+def test_mismatch_and_versions(whole):
+    steps = [line for line in metrics(whole[0]) if line["stage"] == "rl"]
+    assert [line["version"] for line in steps] == list(range(1, 7))
+    assert all(line["mismatch_kl"] < 1e-6 for line in steps)
+    trained = [r for r in rollouts(whole[0])["step_0003.parquet"] if r["trained"]]
+    assert trained
+    for r in trained:
+        assert r["versions"] == [(2, sum(r["loss_mask"]))]  # step 3 samples from what two updates made
+
+
+def test_the_final_model_is_an_ordinary_folder(whole):
+    folder = run_folder(whole[0])
+    model = AutoModelForCausalLM.from_pretrained(folder / "final")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "final")
+    weights = load_file(folder / "checkpoints" / "rl_000006" / "policy.safetensors")
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in weights.items())
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "abc"}], add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    assert model.generate(**prompt, max_new_tokens=3, do_sample=False).shape[1] > prompt["input_ids"].shape[1]
+
+
+def same(a: Path, b: Path) -> None:
+    assert metrics(a) == metrics(b)
+    assert rollouts(a) == rollouts(b)
+    one, two = (load_file(run_folder(f) / "final" / "model.safetensors") for f in (a, b))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def kill_when(process: subprocess.Popen, text: str, delay: float = 0.0) -> None:
+    """SIGKILL once a line with `text` was printed, or after the output ended."""
+    for line in process.stdout:
+        if text in line:
+            time.sleep(delay)
+            break
+    process.send_signal(signal.SIGKILL)
+    process.wait(timeout=30)
+    process.stdout.close()
+
+
+@pytest.mark.parametrize("moment", ["step 3/6", "SFT step 10/20"])
+def test_a_killed_run_goes_on_to_the_same_numbers(whole, tmp_path, moment):
+    kill_when(start(tmp_path), moment)
+    run(tmp_path, "resume=auto")
+    same(whole[0], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trial", range(8))
+def test_a_run_killed_anywhere_goes_on_to_the_same_numbers(whole, tmp_path, trial):
+    """Three kills in a row at moments spread over the run, some of them in the middle of a checkpoint."""
+    for kill in range(3):
+        process = start(tmp_path, "resume=auto")
+        kill_when(process, "tasks:", delay=0.3 + 0.55 * trial * (kill + 1) / 3)
+    run(tmp_path, "resume=auto")
+    folders = list((tmp_path / "outputs" / "reverse").iterdir())
+    for folder in folders:  # killed before their first checkpoint: nothing to go on from, so the next started afresh
+        if not (folder / "summary.json").exists():
+            assert not list((folder / "checkpoints").glob("*/COMPLETE"))
+            for file in sorted(folder.rglob("*"), reverse=True):
+                file.unlink() if file.is_file() else file.rmdir()
+            folder.rmdir()
+    same(whole[0], tmp_path)
+
+
+def copied(whole: tuple[Path, str], folder: Path) -> Path:
+    """The whole run's folder, to go on from."""
+    shutil.copytree(whole[0] / "outputs", folder / "outputs")
+    return run_folder(folder)
+
+
+def test_resume_refuses_other_settings_and_damage(whole, tmp_path):
+    folder = copied(whole, tmp_path)
+    output = run(tmp_path, f"resume={folder}", "rl.optimizer.lr=0.5", code=1)
+    assert re.search(r"was started with other settings \(rl.optimizer.lr: \S+ → 0.5\)", output)
+    weights = folder / "checkpoints" / "rl_000006" / "policy.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+    output = run(tmp_path, f"resume={folder}", code=1)
+    assert "policy.safetensors is missing or damaged" in output
+    assert "Traceback" not in output
+
+
+def test_more_steps_continue_a_finished_run_by_its_folder(whole, tmp_path):
+    folder = copied(whole, tmp_path)
+    output = run(tmp_path, f"resume={folder}", "rl.steps=7")
+    assert "step 7/7" in output
+    assert "step 6/" not in output
+    assert [line["step"] for line in metrics(tmp_path) if line["stage"] == "rl"] == list(range(1, 8))
+
+
+def test_a_dry_run_shows_the_plan_and_leaves_nothing(tmp_path):
+    output = subprocess.run(
+        [sys.executable, "-m", "hybrid_rl.run", "+recipe=reverse", "dry_run=true"],
+        cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=True, timeout=120,
+    ).stdout  # fmt: skip
+    assert "ranks      1" in output
+    assert "8 tasks × 16 = 128 rollouts" in output
+    assert "rows of 2,048" in output
+    assert "GiB" in output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_errors_end_in_one_line(tmp_path):
+    output = run(tmp_path, "data.eval_tasks=0", code=1)
+    assert "the eval set has 0 tasks" in output
+    assert "Traceback" not in output
+    output = run(tmp_path, "rollout.max_prompt_tokens=10", code=1)
+    assert "its prompt has" in output
+    assert "Traceback" not in output
+    if not torch.cuda.is_available():
+        assert "torch sees no GPU; use device=cpu" in run(tmp_path, "device=cuda", code=1)
+
+
+def test_a_sweep_runs_each_job_in_a_folder_of_its_own(tmp_path):
+    output = run(tmp_path, "-m", "seed=3,4", "rl.steps=1", "sft.steps=0")
+    assert output.count("evaluation reward:") == 2
+    seeds = [json.loads(p.read_text())["seed"] for p in sorted(tmp_path.glob("outputs/reverse/sweep_*/*/summary.json"))]
+    assert seeds == [3, 4]
+
+
+def test_doctor_names_what_can_run():
+    result = subprocess.run([sys.executable, "-m", "hybrid_rl.doctor"], capture_output=True, text=True, check=True)
+    assert "engine local" in result.stdout
+    assert "GPU" in result.stdout
