@@ -44,7 +44,9 @@ def attend_with_layout(
         raise ValueError(f"{type(module).__name__} was called without a layout, or does not hand keyword arguments to its attention")
     unsupported = [name for name in ("sliding_window", "softcap", "s_aux") if other.get(name) is not None]
     if unsupported or attention_mask is not None or (dropout and module.training):
-        raise ValueError(f"{type(module).__name__} needs {unsupported or 'an attention mask or dropout'}, which hybrid_rl's attention does not compute")
+        raise ValueError(
+            f"{type(module).__name__} needs {unsupported or 'an attention mask or dropout'}, which hybrid_rl's attention does not compute"
+        )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     return layout.attend(int(module.layer_idx), query, key, value, scaling), None  # type: ignore[arg-type]
 

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hybrid_rl.metrics import write_json
+from hybrid_rl.files import write_json
 from hybrid_rl.policy.model import Policy
 from hybrid_rl.policy.optimizer import Optimizer
 
@@ -48,7 +48,9 @@ class Checkpoint:
             for name, tensor in own.items():
                 tensor.copy_(weights[name])
         if optimizer is not None:
-            optimizer.restore(load_file(self.folder / "optimizer.safetensors"), self.state["optimizer"]["steps"], self.state["optimizer"]["bad"])
+            optimizer.restore(
+                load_file(self.folder / "optimizer.safetensors"), self.state["optimizer"]["steps"], self.state["optimizer"]["bad"]
+            )
 
     def _check_files(self) -> None:
         for name, (size, crc) in json.loads((self.folder / MARKER).read_text()).items():
@@ -82,7 +84,9 @@ def save(root: Path, stage: str, step: int, policy: Policy, optimizer: Optimizer
         _sync(root)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(f"checkpoint {final} could not be written ({error.strerror or error}); the one before is untouched") from error
+        raise CheckpointError(
+            f"checkpoint {final} could not be written ({error.strerror or error}); the one before is untouched"
+        ) from error
     for old in complete(root)[:-keep]:
         (old / MARKER).unlink()  # first: a half-deleted folder must not look complete
         shutil.rmtree(old)

@@ -30,7 +30,14 @@ class Console:
         if not self._rich.is_terminal:
             yield lambda count=1, note="": None
             return
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
+        columns = (
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+        )
         with Progress(*columns, console=self._rich, transient=True) as bar:
             task = bar.add_task(what, total=total, note="")
             yield lambda count=1, note="": bar.update(task, advance=count, note=note)
@@ -59,7 +66,10 @@ COUNTERS = {
 
 def eval_line(m: dict[str, Any]) -> str:
     failed = f"  ! {m['reward_errors']} rewards failed" if m["reward_errors"] else ""
-    return f"evaluation of {EVALUATED[m['name']]}: reward {m['reward']:.3f} on {m['tasks']} held-out tasks, length {m['length']:.1f}, truncated {m['truncated']:.1%}{failed}"
+    return (
+        f"evaluation of {EVALUATED[m['name']]}: reward {m['reward']:.3f} on {m['tasks']} held-out tasks, "
+        f"length {m['length']:.1f}, truncated {m['truncated']:.1%}{failed}"
+    )
 
 
 EVALUATED = {"base": "the base model", "sft": "the model after SFT", "rl": "the model after RL", "step": "the policy"}

@@ -75,20 +75,34 @@ def _memory() -> Check:
 
 def _disk(folder: Path) -> Check:
     free = shutil.disk_usage(folder).free / 2**30
-    return Check("disk", free >= 1 and os.access(folder, os.W_OK), f"{free:.0f} GiB free in {folder.resolve()}", "choose a writable output_dir with room")
+    return Check(
+        "disk",
+        free >= 1 and os.access(folder, os.W_OK),
+        f"{free:.0f} GiB free in {folder.resolve()}",
+        "choose a writable output_dir with room",
+    )
 
 
 def _gpu() -> list[Check]:
     import torch
 
     if not torch.cuda.is_available():
-        built = "this torch is built without CUDA" if torch.version.cuda is None else f"torch is built for CUDA {torch.version.cuda}, no GPU answers"
+        built = (
+            "this torch is built without CUDA"
+            if torch.version.cuda is None
+            else f"torch is built for CUDA {torch.version.cuda}, no GPU answers"
+        )
         return [Check("GPU", False, built, "not needed: training runs on the CPU; for a GPU install a CUDA build of torch and its driver")]
     memory = torch.cuda.get_device_properties(0).total_memory / 2**30
     flash = importlib.util.find_spec("flash_attn") is not None
     return [
         Check("GPU", True, f"{torch.cuda.device_count()} × {torch.cuda.get_device_name(0)}, {memory:.0f} GiB"),
-        Check("flash-attention", flash, _version("flash_attn") if flash else "not installed", "optional: packed rows then attend in one kernel instead of one call a sample"),
+        Check(
+            "flash-attention",
+            flash,
+            _version("flash_attn") if flash else "not installed",
+            "optional: packed rows then attend in one kernel instead of one call a sample",
+        ),
     ]
 
 

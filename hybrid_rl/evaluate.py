@@ -7,7 +7,6 @@ import statistics
 from hybrid_rl.console import eval_line
 from hybrid_rl.engine.base import Sampling
 from hybrid_rl.rollout.sample import make_group, sample_groups
-from hybrid_rl.rollout.store import write_rollouts
 from hybrid_rl.session import Session
 
 
@@ -30,16 +29,16 @@ def evaluate(s: Session, name: str, step: int = 0) -> float:
     s.engine.sleep()
     rollouts = [r for group in groups for r in group.rollouts]
     rewards = [r.reward or 0.0 for r in rollouts]
+    reward = statistics.fmean(rewards)
     values = {
-        "name": name, "step": step, "reward": statistics.fmean(rewards), "reward_std": statistics.pstdev(rewards),
+        "name": name, "step": step, "reward": reward, "reward_std": statistics.pstdev(rewards),
         "length": statistics.fmean(r.sampled for r in rollouts),
         "truncated": statistics.fmean(r.finish_reason == "length" for r in rollouts),
         "tasks": len(tasks), "reward_errors": errors,
     }  # fmt: skip
     stem = f"eval_{name}" if name != "step" else f"eval_step_{step:04d}"
-    prompts = [tokenizer.decode(group.rollouts[0].token_ids[: group.rollouts[0].prompt_length]) for group in groups]
-    write_rollouts(s.folder / "rollouts" / f"{stem}.parquet", groups, prompts, {}, ())
+    s.save_rollouts(stem, groups)
     s.metrics.write("eval", **values)
     s.console.say(eval_line(values))
-    s.evaluations[name] = values["reward"]
-    return values["reward"]
+    s.evaluations[name] = reward
+    return reward

@@ -48,12 +48,18 @@ def print_plan(config: Config, console: Console) -> None:
     console.say(f"machine    {here['cpu']}, {here['cores']} cores, {here['memory_gib']:.0f} GiB; {here['gpu'] or 'no GPU'}")
     console.say(f"ranks      1 ({device.type})")
     console.say(f"engine     local: samples from the policy's own memory, {config.engine.slots} completions at a time")
-    console.say(f"model      {config.model.path or 'embedded tiny Qwen3'}: {parameters:,} parameters, vocabulary {model_config.vocab_size:,}")
-    console.say(f"tasks      {len(tasks.sft):,} SFT, {len(tasks.rl):,} RL, {len(tasks.eval):,} held out; prompts of {min(prompts)} to {max(prompts)} tokens")
+    console.say(
+        f"model      {config.model.path or 'embedded tiny Qwen3'}: {parameters:,} parameters, vocabulary {model_config.vocab_size:,}"
+    )
+    console.say(
+        f"tasks      {len(tasks.sft):,} SFT, {len(tasks.rl):,} RL, {len(tasks.eval):,} held out; prompts of {min(prompts)} to {max(prompts)} tokens"
+    )
     prompt = statistics.fmean(prompts)
     if config.sft.steps:
         answers = [demonstration(task, tokenizer, r.max_prompt_tokens).sampled for task in tasks.sft[:1000]]
-        console.say(f"SFT        {config.sft.steps} steps × {config.sft.batch_size} demonstrations of {statistics.fmean(answers):.0f} tokens, lr {config.sft.optimizer.lr:g}")
+        console.say(
+            f"SFT        {config.sft.steps} steps × {config.sft.batch_size} demonstrations of {statistics.fmean(answers):.0f} tokens, lr {config.sft.optimizer.lr:g}"
+        )
         console.say(_batch_line("typical", config, prompt, statistics.fmean(answers)))
     console.say(_batch_line("at most", config, prompt, r.max_tokens))
     console.say(f"RL         {config.rl.steps} steps, one AdamW step each, lr {config.rl.optimizer.lr:g}, temperature {r.temperature:g}")

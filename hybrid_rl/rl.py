@@ -15,7 +15,6 @@ from hybrid_rl.memory import Phases
 from hybrid_rl.policy.optimizer import Optimizer
 from hybrid_rl.policy.update import Loss, update
 from hybrid_rl.rollout.collector import Batch, Collector
-from hybrid_rl.rollout.store import write_rollouts
 from hybrid_rl.session import Session
 
 
@@ -41,7 +40,7 @@ def train_rl(s: Session) -> None:
         with phases("sleep"):
             engine.sleep()
         with phases("update"):
-            advantages = [a for g in batch.groups for a in advantage_fn(torch.tensor(g.rewards)).tolist()]
+            advantages = {(g.id, i): a for g in batch.groups for i, a in enumerate(advantage_fn(torch.tensor(g.rewards)).tolist())}
             trained = train_on(s, optimizer, batch, advantages, loss_fn)
         with phases("handover"):
             s.version += 1
@@ -50,7 +49,7 @@ def train_rl(s: Session) -> None:
             with phases("evaluate"):
                 evaluate(s, "step", step)
                 engine.wake()
-        save_rollouts(s, step, batch, advantages)
+        s.save_rollouts(f"step_{step:04d}", batch.all_groups, advantages, {group.id for group in batch.groups})
         values = {"step": step, "version": s.version, **rollout_metrics(batch), **trained, **phase_metrics(phases, batch)}
         s.metrics.write("rl", **values)  # before the checkpoint, which counts its lines: a killed run loses and doubles none
         if step % config.checkpoint_every == 0 or step == config.steps:
@@ -58,12 +57,14 @@ def train_rl(s: Session) -> None:
         s.console.say(step_line(values, config.steps))
 
 
-def train_on(s: Session, optimizer: Optimizer, batch: Batch, advantages: list[float], loss_fn: Loss) -> dict[str, float]:
+def train_on(s: Session, optimizer: Optimizer, batch: Batch, advantages: dict[tuple[int, int], float], loss_fn: Loss) -> dict[str, float]:
     """The update, or nothing where every group was silent: there is no gradient to follow then."""
     if not batch.groups:
         return dict.fromkeys(("loss", "entropy", "mismatch_kl", "clip_fraction", "grad_norm", "lr", "skipped"), 0.0)
     c = s.config
-    return update(s.policy, optimizer, batch.rollouts, advantages, loss_fn, c.rollout.temperature, s.layout, c.policy.row_tokens)
+    return update(
+        s.policy, optimizer, batch.rollouts, list(advantages.values()), loss_fn, c.rollout.temperature, s.layout, c.policy.row_tokens
+    )
 
 
 def rollout_metrics(batch: Batch) -> dict[str, Any]:
@@ -95,11 +96,3 @@ def phase_metrics(phases: Phases, batch: Batch) -> dict[str, Any]:
         "memory_gib": max(phases.memory.values()),
         "tokens_per_second": sampled / phases.total,
     }
-
-
-def save_rollouts(s: Session, step: int, batch: Batch, advantages: list[float]) -> None:
-    keys = [(r.group_id, r.index) for r in batch.rollouts]
-    tokenizer = s.policy.tokenizer
-    prompts = [tokenizer.decode(g.rollouts[0].token_ids[: g.rollouts[0].prompt_length]) for g in batch.all_groups]
-    path = s.folder / "rollouts" / f"step_{step:04d}.parquet"
-    write_rollouts(path, batch.all_groups, prompts, dict(zip(keys, advantages, strict=True)), {g.id for g in batch.groups})

@@ -1,9 +1,9 @@
 """Entry: compose → validate → stages (evaluate, sft, rl, evaluate) → report.
 
-    python -m hybrid_rl.run +recipe=reverse                     # train
-    python -m hybrid_rl.run +recipe=reverse dry_run=true        # check everything, print the plan
-    python -m hybrid_rl.run +recipe=reverse -m seed=0,1,2       # sweep
-    python -m hybrid_rl.run +recipe=reverse --cfg job           # the resolved configuration
+python -m hybrid_rl.run +recipe=reverse                     # train
+python -m hybrid_rl.run +recipe=reverse dry_run=true        # check everything, print the plan
+python -m hybrid_rl.run +recipe=reverse -m seed=0,1,2       # sweep
+python -m hybrid_rl.run +recipe=reverse --cfg job           # the resolved configuration
 """
 
 from __future__ import annotations

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -21,6 +22,8 @@ from hybrid_rl.policy.layout import Layout
 from hybrid_rl.policy.model import Policy
 from hybrid_rl.policy.optimizer import Optimizer
 from hybrid_rl.rollout.reward import Scorer
+from hybrid_rl.rollout.store import write_rollouts
+from hybrid_rl.types import Group
 
 
 @dataclass(slots=True)
@@ -47,6 +50,14 @@ class Session:
         start = time.perf_counter()
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def save_rollouts(
+        self, name: str, groups: Sequence[Group], advantages: Mapping[tuple[int, int], float] = MappingProxyType({}),
+        trained: Collection[int] = (),
+    ) -> None:  # fmt: skip
+        """rollouts/<name>.parquet: advantages keyed by (group id, index), `trained` the ids of groups an update used."""
+        prompts = [str(self.policy.tokenizer.decode(g.rollouts[0].token_ids[: g.rollouts[0].prompt_length])) for g in groups]
+        write_rollouts(self.folder / "rollouts" / f"{name}.parquet", groups, prompts, advantages, trained)
 
     def save_checkpoint(self, stage: str, step: int, optimizer: Optimizer | None, **state: object) -> None:
         """Everything a later process needs to go on from here, the metrics written so far included."""

@@ -35,9 +35,13 @@ def train_sft(s: Session) -> None:
             if step % LOG_EVERY == 0 or step == config.steps:
                 mean = {key: sum(m[key] for m in window) / len(window) for key in ("loss", "grad_norm")}
                 speed = sum(m["tokens"] for m in window) / (time.perf_counter() - since)
-                s.metrics.write("sft", step=step, **mean, lr=window[-1]["lr"], tokens_per_second=speed, skipped=sum(m["skipped"] for m in window))
+                s.metrics.write(
+                    "sft", step=step, **mean, lr=window[-1]["lr"], tokens_per_second=speed, skipped=sum(m["skipped"] for m in window)
+                )
                 if step % (LOG_EVERY * max(1, config.steps // (LOG_EVERY * 6))) == 0 or step == config.steps:
-                    s.console.say(f"SFT step {step}/{config.steps}  loss {mean['loss']:.3f}  grad {mean['grad_norm']:.2f}  {speed / 1000:.1f}k tok/s")
+                    s.console.say(
+                        f"SFT step {step}/{config.steps}  loss {mean['loss']:.3f}  grad {mean['grad_norm']:.2f}  {speed / 1000:.1f}k tok/s"
+                    )
                 window, since = [], time.perf_counter()
             if config.checkpoint_every and step % config.checkpoint_every == 0 and step < config.steps:
                 s.save_checkpoint("sft", step, optimizer, sampler=curriculum.sampler.state(), window=window)

@@ -23,8 +23,9 @@ from hybrid_rl.data import DataError, load_task_sets
 from hybrid_rl.doctor import machine, versions
 from hybrid_rl.engine.base import EngineError
 from hybrid_rl.evaluate import evaluate
+from hybrid_rl.files import write_json, write_text
 from hybrid_rl.handover import hand_over
-from hybrid_rl.metrics import Metrics, replace_file, write_json
+from hybrid_rl.metrics import Metrics
 from hybrid_rl.plan import print_plan
 from hybrid_rl.policy import tiny
 from hybrid_rl.policy.model import ModelError, Policy, pick_device
@@ -83,7 +84,9 @@ def _stages(s: Session) -> None:
         s.save_checkpoint("rl", 0, None)
     rollout = s.config.rollout
     if s.config.rl.steps:
-        s.console.heading(f"RL: {s.config.rl.steps} steps of {rollout.batch_size // rollout.group_size} tasks × {rollout.group_size} rollouts")
+        s.console.heading(
+            f"RL: {s.config.rl.steps} steps of {rollout.batch_size // rollout.group_size} tasks × {rollout.group_size} rollouts"
+        )
         with s.timed("rl"):
             train_rl(s)
         _evaluate(s, "rl", s.config.rl.steps)
@@ -105,12 +108,14 @@ def _build(config: Config, folder: Path, console: Console, scorer: Scorer, resum
     torch.manual_seed(config.seed)
     r = config.rollout
     tasks = load_task_sets(
-        config.data, rl_tasks=r.batch_size // r.group_size if config.rl.steps else 0, sft_tasks=config.sft.batch_size if config.sft.steps else 0
+        config.data,
+        rl_tasks=r.batch_size // r.group_size if config.rl.steps else 0,
+        sft_tasks=config.sft.batch_size if config.sft.steps else 0,
     )
     scorer.check()
     (folder / "rollouts").mkdir(parents=True, exist_ok=True)
     if resumed is None:
-        replace_file(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)).encode())
+        write_text(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
     metrics = Metrics(folder / "metrics.jsonl", keep_lines=resumed.state["metrics_lines"] if resumed else 0)
     session = Session(config, folder, policy, make_engine(config, policy), tasks, scorer, metrics, console, resumed)
     if resumed:
@@ -161,11 +166,10 @@ def _flat(node: object, prefix: str = "") -> dict[str, object]:
 
 def _finish(s: Session, seconds: float) -> None:
     """Export the model, write summary and report, say where they lie. The summary comes last: it marks a finished run."""
-    with s.timed("export"):
-        with tempfile.TemporaryDirectory(dir=s.folder) as temporary:
-            s.policy.export(Path(temporary) / "final")
-            shutil.rmtree(s.folder / "final", ignore_errors=True)
-            os.replace(Path(temporary) / "final", s.folder / "final")
+    with s.timed("export"), tempfile.TemporaryDirectory(dir=s.folder) as temporary:
+        s.policy.export(Path(temporary) / "final")
+        shutil.rmtree(s.folder / "final", ignore_errors=True)
+        os.replace(Path(temporary) / "final", s.folder / "final")
     s.metrics.close()
     s.engine.close()
     summary = {
@@ -184,5 +188,3 @@ def _finish(s: Session, seconds: float) -> None:
     s.console.say(f"report:  {report}")
     s.console.say(f"samples: {s.folder / 'samples.md'}")
     s.console.say(f"model:   {s.folder / 'final'}")
-
-

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -169,7 +169,7 @@ class PackedBatch:
         if len(self.predict_at) and int(self.predict_at.max()) >= len(self.input_ids):
             raise ValueError("predict_at points past the row")
 
-    def to(self, device: object) -> PackedBatch:
+    def to(self, device: Any) -> PackedBatch:
         return PackedBatch(
             self.input_ids.to(device), self.position_ids.to(device), self.layout.to(device),
             self.predict_at.to(device), self.targets.to(device), self.token_index.to(device),

@@ -66,13 +66,13 @@ def _check_names(overrides: Sequence[Override], conf: Path) -> None:
     groups = {str(d.relative_to(conf)) for d in conf.rglob("*") if d.is_dir()}
     keys = set(_keys(OmegaConf.structured(Config)))
     for override in overrides:
-        key, value = override.key_or_group, override.value()
+        key, value = override.key_or_group, override.get_value_element_as_str()
         if key.startswith("hydra") or _in_open(override):
             continue
         if key in groups:
             options = sorted(file.stem for file in (conf / key).glob("*.yaml"))
             if value not in options:
-                raise ConfigError(f"{key}={value} (command line): there is no such choice; {_nearest(str(value), options)}")
+                raise ConfigError(f"{key}={value} (command line): there is no such choice; {_nearest(value, options)}")
         elif key not in keys:
             section = key.rpartition(".")[0]
             known = sorted(k for k in keys | groups if section not in keys or k.startswith(f"{section}."))
@@ -173,8 +173,11 @@ def _problems(c: DictConfig) -> Iterator[tuple[str, str]]:
     room = c.policy.row_tokens - r.max_prompt_tokens
     if r.max_tokens > room:
         fix = f"at most {room} fit" if room > 0 else f"set policy.row_tokens to {r.max_prompt_tokens + r.max_tokens} or more"
-        yield "rollout.max_tokens", (
-            f"with rollout.max_prompt_tokens={r.max_prompt_tokens} a sample is longer than a row of policy.row_tokens={c.policy.row_tokens}; {fix}"
+        yield (
+            "rollout.max_tokens",
+            (
+                f"with rollout.max_prompt_tokens={r.max_prompt_tokens} a sample is longer than a row of policy.row_tokens={c.policy.row_tokens}; {fix}"
+            ),
         )
     if t.heads % t.kv_heads:
         yield "model.tiny.kv_heads", f"must divide model.tiny.heads={t.heads}"
@@ -187,7 +190,10 @@ def _problems(c: DictConfig) -> Iterator[tuple[str, str]]:
     if c.model.path is not None:
         folder = Path(c.model.path)
         if not c.model.path or not (folder / "config.json").is_file():
-            yield "model.path", "is not a Hugging Face model folder on this disk (one with a config.json); set model.path=/path/to/the/folder"
+            yield (
+                "model.path",
+                "is not a Hugging Face model folder on this disk (one with a config.json); set model.path=/path/to/the/folder",
+            )
         elif not any(folder.glob("*.safetensors")):
             yield "model.path", "has no *.safetensors file; weights are read in that format only"
     for key in ("data", "reward", "algo.advantage", "algo.loss"):
@@ -222,7 +228,9 @@ def _target_problem(node: Any) -> tuple[str, str] | None:
         spec = None
     if spec is None or not spec.origin:
         return "_target_", f"there is no module {module!r} on the Python path"
-    definitions = {n.name: n for n in ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    definitions = {
+        n.name: n for n in ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body if isinstance(n, ast.FunctionDef | ast.ClassDef)
+    }
     found = definitions.get(name)
     public = sorted(d for d in definitions if not d.startswith("_"))
     if found is None:

@@ -32,7 +32,7 @@ TINY = TinyConfig(layers=2, hidden_size=32, intermediate_size=64, heads=4, kv_he
 RUNS: dict[str, tuple[str, dict]] = {
     "llama": ("Llama", {"tie_word_embeddings": False}),
     "qwen2": ("Qwen2", {}),  # biases on q, k, v
-    "mistral": ("Mistral", {"sliding_window": None}),
+    "granite": ("Granite", {"attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 1.0}),  # its own attention scale
     "gemma": ("Gemma", {"head_dim": 8}),  # tied and scaled embeddings
     "gpt_neox": ("GPTNeoX", {"num_key_value_heads": None}),  # partial rotary, parallel residual
     "phi3": ("Phi3", {}),  # one matrix for q, k, v

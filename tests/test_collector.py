@@ -84,7 +84,11 @@ def test_silent_groups_are_replaced_up_to_a_bound_and_the_shortfall_is_reported(
 
 
 def test_replacements_are_new_tasks_and_fill_the_step(policy):
-    (batch,), _ = collect(policy, "silent_for_short", config=RolloutConfig(batch_size=12, group_size=3, max_tokens=6, max_prompt_tokens=40, max_replacements=20))
+    (batch,), _ = collect(
+        policy,
+        "silent_for_short",
+        config=RolloutConfig(batch_size=12, group_size=3, max_tokens=6, max_prompt_tokens=40, max_replacements=20),
+    )
     assert len(batch.groups) == 4
     assert batch.silent_groups == len(batch.dropped) > 0
     assert batch.missing_groups == 0
@@ -94,7 +98,9 @@ def test_replacements_are_new_tasks_and_fill_the_step(policy):
 
 
 def test_a_group_with_a_failed_reward_is_dropped_and_counted(policy):
-    (batch,), _ = collect(policy, "raises_for_odd", config=RolloutConfig(batch_size=12, group_size=3, max_tokens=6, max_prompt_tokens=40, max_replacements=20))
+    (batch,), _ = collect(
+        policy, "raises_for_odd", config=RolloutConfig(batch_size=12, group_size=3, max_tokens=6, max_prompt_tokens=40, max_replacements=20)
+    )
     assert batch.reward_errors > 0
     assert len(batch.groups) == 4
     assert all(not g.failed for g in batch.groups)
@@ -120,5 +126,7 @@ def test_a_restored_collector_goes_on_with_the_same_groups(policy):
 
 
 def test_request_seeds_differ_by_every_fact():
-    seeds = {request_seed(run, kind, group, index) for run in range(5) for kind in ("rl", "eval") for group in range(20) for index in range(16)}
+    seeds = {
+        request_seed(run, kind, group, index) for run in range(5) for kind in ("rl", "eval") for group in range(20) for index in range(16)
+    }
     assert len(seeds) == 5 * 2 * 20 * 16

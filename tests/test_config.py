@@ -63,7 +63,9 @@ def test_every_default_can_be_overridden_without_plus():
     """By its own value, so that the types fit; keys that are sections or functions' arguments aside."""
     schema = OmegaConf.structured(Config)
     config = load([REVERSE])
-    leaves = [k for k in _keys(schema) if not OmegaConf.is_config(OmegaConf.select(schema, k)) or OmegaConf.is_list(OmegaConf.select(schema, k))]
+    leaves = [
+        k for k in _keys(schema) if not OmegaConf.is_config(OmegaConf.select(schema, k)) or OmegaConf.is_list(OmegaConf.select(schema, k))
+    ]
     assert len(leaves) > 60
     values = OmegaConf.to_container(config, enum_to_str=True)
     given = {}

@@ -68,6 +68,16 @@ def test_sleep_says_when_the_memory_is_still_held(policy: Policy) -> None:
     del holder
 
 
+def test_a_prompts_prefix_is_dropped_with_its_last_request(policy: Policy) -> None:
+    engine = engine_on(policy, slots=6)
+    stream = engine.generate([Request(i, PROMPTS[i // 4], seed=i) for i in range(12)], SAMPLING)
+    held = []
+    for _ in stream:
+        held.append(set(engine._prefixes))
+    assert held[0] == {tuple(PROMPTS[1])}  # four of the first and two of the second were admitted
+    assert held[-1] == set()
+
+
 def test_close_lets_the_cache_go(policy: Policy) -> None:
     engine = engine_on(policy)
     next(stream := engine.generate(requests(), SAMPLING))

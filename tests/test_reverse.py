@@ -1,8 +1,8 @@
 """The worked example's task: its published reward values, and data whose sets never meet."""
 
 import pytest
-
 from hybrid_rl.recipes.reverse import load_tasks, similarity
+
 from hybrid_rl.types import Task
 
 SENTENCE = "In 1891 the community inaugurated its own cemetery"

@@ -76,7 +76,17 @@ def test_what_a_user_reads(whole):
 def test_what_a_run_leaves(whole):
     folder = run_folder(whole[0])
     names = {p.name for p in folder.iterdir()}
-    assert names == {"config.yaml", "metrics.jsonl", "summary.json", "report.html", "samples.md", "rollouts", "checkpoints", "final", "base_model"}
+    assert names == {
+        "config.yaml",
+        "metrics.jsonl",
+        "summary.json",
+        "report.html",
+        "samples.md",
+        "rollouts",
+        "checkpoints",
+        "final",
+        "base_model",
+    }
     summary = json.loads((folder / "summary.json").read_text())
     assert {"eval/base", "eval/sft", "eval/rl", "seconds", "versions", "seed"} <= summary.keys()
     assert summary["eval/base"] <= 0.1
@@ -102,7 +112,9 @@ def test_the_final_model_is_an_ordinary_folder(whole):
     tokenizer = AutoTokenizer.from_pretrained(folder / "final")
     weights = load_file(folder / "checkpoints" / "rl_000006" / "policy.safetensors")
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in weights.items())
-    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "abc"}], add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "abc"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     assert model.generate(**prompt, max_new_tokens=3, do_sample=False).shape[1] > prompt["input_ids"].shape[1]
 
 

@@ -8,7 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hybrid_rl.rollout.store import SCHEMA, atomic_file, read_rollouts, write_rollouts
+from hybrid_rl.files import atomic_file
+from hybrid_rl.rollout.store import SCHEMA, read_rollouts, write_rollouts
 from hybrid_rl.types import Group, Rollout, Task
 
 TEXT = "naïve 日本 😀\n\r\n`</script>` \x00 {{ 7*7 }}"

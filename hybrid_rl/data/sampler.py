@@ -36,7 +36,8 @@ class Sampler:
         """Raises ValueError where the state belongs to another data set or seed."""
         if (state["size"], state["seed"]) != (self.size, self.seed):
             raise ValueError(
-                f"the checkpoint's sampler drew from {state['size']} tasks with seed {state['seed']}, this run has {self.size} and {self.seed}"
+                f"the checkpoint's sampler drew from {state['size']} tasks with seed {state['seed']}, "
+                f"this run has {self.size} and {self.seed}"
             )
         self.epoch, self.position = state["epoch"], state["position"]
         self._order = self._shuffled()

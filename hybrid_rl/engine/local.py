@@ -114,9 +114,7 @@ class LocalEngine:
 
     def abort(self) -> list[Completion]:
         unfinished = [self._completion(row, "abort") for row in range(len(self._rows.requests))]
-        unfinished += [
-            Completion(r.id, list(r.sampled_ids), list(r.sampled_logprobs), list(r.versions), "abort") for r in self._waiting
-        ]
+        unfinished += [Completion(r.id, list(r.sampled_ids), list(r.sampled_logprobs), list(r.versions), "abort") for r in self._waiting]
         self._reset()
         return unfinished
 

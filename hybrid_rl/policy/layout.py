@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -32,12 +32,10 @@ class SampledTokens:
         return len(self.rollout_index)
 
 
-def sampled_tokens(rollouts: Sequence[Rollout], device: object = "cpu") -> SampledTokens:
+def sampled_tokens(rollouts: Sequence[Rollout], device: Any = "cpu") -> SampledTokens:
     logprobs = [lp for r in rollouts for lp, m in zip(r.logprobs, r.loss_mask, strict=True) if m]
     index = [i for i, r in enumerate(rollouts) for m in r.loss_mask if m]
-    return SampledTokens(
-        torch.tensor(logprobs, dtype=torch.float32, device=device), torch.tensor(index, dtype=torch.int64, device=device)
-    )
+    return SampledTokens(torch.tensor(logprobs, dtype=torch.float32, device=device), torch.tensor(index, dtype=torch.int64, device=device))
 
 
 def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]:
@@ -132,7 +130,4 @@ def _row(units: list[_Unit], rollouts: Sequence[Rollout], starts: list[int], tre
         else Packed([u.tokens(rollouts) for u in units])
     )  # fmt: skip
     as_tensor = lambda values: torch.tensor(values, dtype=torch.int64)  # noqa: E731
-    return PackedBatch(
-        as_tensor(ids), as_tensor(positions), attention, as_tensor(predict_at), as_tensor(targets), as_tensor(token_index)
-    )
-
+    return PackedBatch(as_tensor(ids), as_tensor(positions), attention, as_tensor(predict_at), as_tensor(targets), as_tensor(token_index))

@@ -7,9 +7,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 
-def token_logprobs(
-    hidden: Tensor, head: nn.Module, targets: Tensor, temperature: float, chunk: int
-) -> tuple[Tensor, Tensor]:
+def token_logprobs(hidden: Tensor, head: nn.Module, targets: Tensor, temperature: float, chunk: int) -> tuple[Tensor, Tensor]:
     """log π(target) and the distribution's entropy, both [M] float32 in nats, at the sampling temperature.
 
     hidden [M, d], targets [M] int64. Logits exist for `chunk` tokens at a time ([chunk, V] float32) and are computed again

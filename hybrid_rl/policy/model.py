@@ -27,7 +27,8 @@ class Policy:
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, device: torch.device):
-        self.model = model.to(device).train()
+        model.to(device)  # type: ignore[arg-type]
+        self.model = model.train()
         self.tokenizer = tokenizer
         self.device = device
         self.compute_dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -71,7 +72,9 @@ class Policy:
         ids.add(self.tokenizer.eos_token_id)
         ids.discard(None)
         if not ids:
-            raise ModelError(f"{self.model.config._name_or_path}: neither generation config nor tokenizer names an end token (eos_token_id)")
+            raise ModelError(
+                f"{self.model.config._name_or_path}: neither generation config nor tokenizer names an end token (eos_token_id)"
+            )
         return frozenset(ids)
 
     def export(self, folder: str | Path) -> None:

@@ -63,7 +63,7 @@ def write_report(run_dir: Path) -> Path:
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    from hybrid_rl.rollout.store import atomic_file
+    from hybrid_rl.files import atomic_file
 
     run = read_run(Path(run_dir))
     facts = _facts(run)

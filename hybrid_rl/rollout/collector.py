@@ -42,7 +42,9 @@ class Collector:
     the engine's batch, then depends on no clock, and a run can be repeated bit for bit.
     """
 
-    def __init__(self, engine: Engine, tasks: Sequence[Task], tokenizer: PreTrainedTokenizerBase, scorer: Scorer, config: RolloutConfig, seed: int):
+    def __init__(
+        self, engine: Engine, tasks: Sequence[Task], tokenizer: PreTrainedTokenizerBase, scorer: Scorer, config: RolloutConfig, seed: int
+    ):
         self.engine, self.tasks, self.tokenizer, self.scorer, self.config, self.seed = engine, tasks, tokenizer, scorer, config, seed
         self.sampler = Sampler(len(tasks), seed)
         self.next_group = 0

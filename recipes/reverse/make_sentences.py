@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 SENTENCE = re.compile(r"[a-z][a-z ',]*[a-z]")
-UNFIT = re.compile(r"rape|nigg|whor|slut|fuck|shit|\bpee\b|piss|negro|jew|\bsex|incest|murder|suicid|genital|breast|nude|naked|slave|kill|fag")
+UNFIT = re.compile(
+    r"rape|nigg|whor|slut|fuck|shit|\bpee\b|piss|negro|jew|\bsex|incest|murder|suicid|genital|breast|nude|naked|slave|kill|fag"
+)
 
 
 def sentences(folder: Path) -> list[str]:

@@ -1,0 +1,57 @@
+"""What the benchmarks share: running the recipe as a user would, a matrix-multiply floor, and results on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def run_recipe(folder: Path, *overrides: str) -> Path:
+    """`python -m hybrid_rl.run +recipe=reverse …` in a process of its own; returns the run's folder."""
+    command = [sys.executable, "-m", "hybrid_rl.run", "+recipe=reverse", f"hydra.run.dir={folder}", *overrides]
+    subprocess.run(command, check=True)
+    return folder
+
+
+def read_metrics(folder: Path, stage: str) -> list[dict[str, Any]]:
+    lines = (json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if line["stage"] == stage]
+
+
+def machine() -> dict[str, Any]:
+    from hybrid_rl import doctor
+
+    return {**doctor.machine(), **doctor.versions()}
+
+
+def matmul_gflops(m: int, k: int, n: int, seconds: float = 0.5) -> float:
+    """The best rate of float32 products [m, k] × [k, n] that this process reaches, as the floor others are measured by."""
+    import torch
+
+    a, b = torch.randn(m, k), torch.randn(k, n)
+    best, end = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        a @ b
+        best = min(best, time.perf_counter() - start)
+    return 2 * m * k * n / best / 1e9
+
+
+def save_result(name: str, result: dict[str, Any]) -> None:
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps({**result, "machine": machine(), "load": os.getloadavg()[0]}, indent=2) + "\n")
+
+
+def table(rows: list[tuple[Any, ...]], header: tuple[str, ...]) -> str:
+    """Columns aligned for a terminal, and valid Markdown."""
+    cells = [header, *[tuple(f"{c:.3f}" if isinstance(c, float) else str(c) for c in row) for row in rows]]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in cells]
+    return "\n".join([lines[0], "|" + "|".join("-" * (w + 2) for w in widths) + "|", *lines[1:]])
