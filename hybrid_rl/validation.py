@@ -95,7 +95,7 @@ def _check_open_names(overrides: Sequence[Override], config: DictConfig) -> None
 
 
 def _keys(config: DictConfig, prefix: str = "") -> Iterator[str]:
-    for name in config:
+    for name in map(str, config):
         key = f"{prefix}{name}"
         yield key
         child = config._get_node(name)
@@ -124,7 +124,7 @@ def _composition_problem(error: Exception, overrides: Sequence[Override]) -> str
         cause = cause.__cause__
     key = getattr(cause, "full_key", None)
     given = next((o for o in overrides if o.key_or_group == key), None)
-    value = f"={given.value()} (command line)" if given else ""
+    value = f"={given.get_value_element_as_str()} (command line)" if given else ""
     return f"{key}{value}: {_first_line(cause)}" if key else _first_line(error)
 
 

@@ -97,12 +97,11 @@ class EngineContract:
         assert all(fewer[i].token_ids == expected[i].token_ids[:5] for i in expected)
 
     def test_other_seeds_give_other_tokens(self, engine: Engine) -> None:
-        sampling = Sampling(max_tokens=12)
-        first, other = (collect(engine, requests(first_seed=seed), sampling) for seed in (0, 1000))
-        same = [Request(i, PROMPTS[2], seed=7) for i in range(3)]
+        first, other = (collect(engine, requests(first_seed=seed), Sampling(max_tokens=12)) for seed in (0, 1000))
+        same = collect(engine, [Request(i, PROMPTS[2], seed=7) for i in range(3)], Sampling(max_tokens=12))
         assert all(first[i].token_ids != other[i].token_ids for i in first)
         assert len({tuple(c.token_ids) for c in first.values()}) == len(first)
-        assert len({tuple(c.token_ids) for c in collect(engine, same, sampling).values()}) == 1
+        assert len({tuple(c.token_ids) for c in same.values()}) == 1
 
     def test_all_end_tokens_end_a_completion_and_are_part_of_it(self, make_engine: MakeEngine, folder_of) -> None:
         """The same weights with more end tokens give the same tokens, cut after the first end token."""
