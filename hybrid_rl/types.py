@@ -82,8 +82,10 @@ class Rollout:
             raise ValueError(
                 f"task {self.task_id}: {len(token_ids)} token ids, {len(logprobs)} log-probabilities, version segments {versions}"
             )
-        if any(not (lp <= 1e-4) for lp in logprobs):  # also true for NaN
-            raise ValueError(f"task {self.task_id}: a log-probability is NaN or above 0")
+        if any(not (-math.inf < lp <= 1e-4) for lp in logprobs):  # also true for NaN
+            raise ValueError(f"task {self.task_id}: a log-probability is not a finite number of at most 0")
+        if any(count < 0 for _, count in versions):
+            raise ValueError(f"task {self.task_id}: version segments {versions} have a negative count")
         self.token_ids.extend(token_ids)
         self.logprobs.extend(logprobs)
         self.loss_mask.extend([True] * len(token_ids))
@@ -166,8 +168,8 @@ class PackedBatch:
             raise ValueError(f"input_ids {tuple(self.input_ids.shape)} and position_ids {tuple(self.position_ids.shape)} must be equal [T]")
         if not (self.predict_at.shape == self.targets.shape == self.token_index.shape):
             raise ValueError("predict_at, targets and token_index must have one length")
-        if len(self.predict_at) and int(self.predict_at.max()) >= len(self.input_ids):
-            raise ValueError("predict_at points past the row")
+        if len(self.predict_at) and not 0 <= int(self.predict_at.min()) <= int(self.predict_at.max()) < len(self.input_ids):
+            raise ValueError("predict_at points outside the row")
 
     def to(self, device: Any) -> PackedBatch:
         return PackedBatch(

@@ -189,5 +189,5 @@ def test_packed_batch_accepts_what_fits_and_moves() -> None:
     ids=["positions", "two-dimensional", "targets", "token-index", "past-the-row"],
 )  # fmt: skip
 def test_packed_batch_refuses_what_does_not_fit(changes: dict[str, torch.Tensor]) -> None:
-    with pytest.raises(ValueError, match=r"must|past the row"):
+    with pytest.raises(ValueError, match=r"must|outside the row"):
         batch(**changes)

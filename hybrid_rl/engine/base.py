@@ -26,6 +26,10 @@ class Sampling:
     top_p: float = 1.0
     max_tokens: int = 128  # sampled tokens, those of a continued request included
 
+    def __post_init__(self) -> None:
+        if not (0 <= self.temperature < float("inf") and 0 < self.top_p <= 1 and self.top_k >= 0 and self.max_tokens >= 1):
+            raise EngineError(f"{self}: temperature is 0 or more, 0 < top_p <= 1, top_k is 0 or more, max_tokens 1 or more")
+
 
 @dataclass(slots=True)
 class Request:
@@ -96,7 +100,7 @@ class Engine(Protocol):
         """Whether the engine's weight of that name is this very memory, so that a handover has nothing to move."""
 
     def weights(self) -> dict[str, Tensor]:
-        """The engine's weights by the checkpoint's names, for comparison."""
+        """The engine's weights by the names of the policy's state_dict, for comparison."""
 
     def update_weights(self, buckets: Iterable[dict[str, Tensor]], version: int) -> None:
         """Copy new weights in. Raises EngineError for an unknown name, a wrong shape, or a name left out."""

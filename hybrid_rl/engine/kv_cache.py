@@ -9,13 +9,17 @@ from hybrid_rl.attention import Packed
 
 
 class KVCache:
-    """keys, values [layers][slots, K, capacity, D]; slot s holds `lengths[s]` tokens, from position 0 on."""
+    """keys, values [layers][slots, K, capacity, D]; slot s holds `lengths[s]` tokens, from position 0 on.
 
-    def __init__(self, layers: int, slots: int, kv_heads: int, capacity: int, head_dim: int, dtype: torch.dtype, device: torch.device):
-        shape = (slots, kv_heads, capacity, head_dim)
+    `keys`, `values` give each layer's shape of one prompt, [K, P, D]: heads and sizes may differ between them.
+    """
+
+    def __init__(
+        self, slots: int, capacity: int, keys: list[torch.Size], values: list[torch.Size], dtype: torch.dtype, device: torch.device
+    ):  # fmt: skip
         # zeros, not empty: masked positions are multiplied by weight 0, and 0 · NaN would be NaN
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self.keys = [torch.zeros(slots, heads, capacity, dim, dtype=dtype, device=device) for heads, _, dim in keys]
+        self.values = [torch.zeros(slots, heads, capacity, dim, dtype=dtype, device=device) for heads, _, dim in values]
         self.lengths = torch.zeros(slots, dtype=torch.int64, device=device)
         self.bias = torch.full((slots, capacity), float("-inf"), dtype=dtype, device=device)  # 0 where a token is
 
@@ -77,7 +81,7 @@ class Decode:
         grouped = (query * scaling).to(keys.dtype).view(n, keys.shape[1], -1, dim)
         scores = grouped @ keys[:n, :, : self.longest].transpose(-1, -2) + self.bias
         weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(keys.dtype)
-        return (weights @ values[:n, :, : self.longest]).reshape(n, 1, heads, dim).to(query.dtype)
+        return (weights @ values[:n, :, : self.longest]).reshape(n, 1, heads, -1).to(query.dtype)
 
     def to(self, device: object) -> Decode:
         return self

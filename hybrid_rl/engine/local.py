@@ -178,6 +178,8 @@ class LocalEngine:
             for i, prompt in enumerate(chunk):
                 self._prefixes[prompt] = _Prefix([k[i] for k in layout.keys], [v[i] for v in layout.values], logits[i])
             self.stats.computed_prompt_tokens += tokens
+            if self._cache is None:
+                self._allocate(layout)
 
     def _forward(self, ids: Tensor, positions: Tensor, layout: object, keep: int | Tensor) -> Tensor:
         keep = keep.to(self._device) if isinstance(keep, Tensor) else keep
@@ -225,15 +227,15 @@ class LocalEngine:
     # ---- memory ---------------------------------------------------------------------------------------------------
 
     def _kv(self) -> KVCache:
-        if self._cache is None:
-            config = self.model.config.get_text_config()
-            heads = config.num_attention_heads
-            self._cache = KVCache(
-                config.num_hidden_layers, self.slots, getattr(config, "num_key_value_heads", None) or heads, self.capacity,
-                getattr(config, "head_dim", None) or config.hidden_size // heads, self._dtype, self._device,
-            )  # fmt: skip
-            self.stats.peak_kv_bytes = max(self.stats.peak_kv_bytes, self._cache.bytes)
+        assert self._cache is not None  # made when the first prompt was computed
         return self._cache
+
+    def _allocate(self, prefill: Prefill) -> None:
+        """The cache in full, once; the first prompt's keys and values tell each layer's heads and their size."""
+        self._cache = KVCache(
+            self.slots, self.capacity, [k[0].shape for k in prefill.keys], [v[0].shape for v in prefill.values], self._dtype, self._device
+        )
+        self.stats.peak_kv_bytes = max(self.stats.peak_kv_bytes, self._cache.bytes)
 
     def sleep(self, tags: Iterable[str] = (KV_CACHE,)) -> int:
         """The shared weights belong to the policy and stay; the cache goes. Raises EngineError if something still holds it."""
@@ -267,7 +269,6 @@ class LocalEngine:
     def set_version(self, version: int) -> None:
         if self._rows.requests or self._waiting:
             raise EngineError("new weights while requests are running; exhaust generate() or abort() first")
-        self._prefixes.clear()
         self.version, self._broken = version, None
 
     @torch.no_grad()

@@ -45,11 +45,11 @@ class Trees:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         n, p, g, c = self.shape
         heads, kv_heads, dim = query.shape[1], key.shape[1], query.shape[-1]
-        rep = heads // kv_heads
+        rep, value_dim = heads // kv_heads, value.shape[-1]
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
         kp, vp = (x[self.prompt_index].transpose(1, 2) for x in (k, v))  # [N, K, P, D]
         prompts = grouped_sdpa(q[self.prompt_index].transpose(1, 2), kp, vp, scaling)  # right padding: causality hides it
-        flat = [prompts.transpose(1, 2).reshape(n * p, heads, dim)]
+        flat = [prompts.transpose(1, 2).reshape(n * p, heads, value_dim)]
         if c:
             kb, vb = (x[self.branch_index].permute(0, 3, 1, 2, 4) for x in (k, v))  # [N, K, G, C, D]
             qb = (q * scaling)[self.branch_index].view(n, g, c, kv_heads, rep, dim).permute(0, 3, 1, 4, 2, 5)  # [N, K, G, R, C, D]
@@ -63,8 +63,8 @@ class Trees:
                 dim=-1,
             )
             weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
-            out = (weights[..., :p].reshape(n, kv_heads, g * rep * c, p) @ vp).view(n, kv_heads, g, rep * c, dim) + weights[..., p:] @ vb
-            flat.append(out.view(n, kv_heads, g, rep, c, dim).permute(0, 2, 4, 1, 3, 5).reshape(n * g * c, heads, dim))
+            out = (weights[..., :p].reshape(n, kv_heads, g * rep * c, p) @ vp).view(n, kv_heads, g, rep * c, value_dim) + weights[..., p:] @ vb
+            flat.append(out.view(n, kv_heads, g, rep, c, value_dim).permute(0, 2, 4, 1, 3, 5).reshape(n * g * c, heads, value_dim))
         return torch.cat(flat)[self.flat_index][None]
 
     def to(self, device: object) -> Trees:
