@@ -48,8 +48,12 @@ def main() -> None:
     print(table(rows, ("phase", "median s", "share", "floor s", "of the floor's rate")))
     transitions = median(m["seconds"]["sleep"] + m["seconds"]["handover"] for m in steps) / total
     seconds = {name: median(m["seconds"][name] for m in steps) for name in work}
-    print(f"\nsampled {sampled:.0f} tokens a step, {sampled / seconds['rollout']:,.0f} tokens/s while sampling; trained {tree:.0f} tree tokens a step")
-    print(f"matrix products: {rate['rollout']:.0f} GFLOP/s at 128 rows, {rate['update']:.0f} at 2,048; transitions {transitions:.2%} of a step")
+    print(
+        f"\nsampled {sampled:.0f} tokens a step, {sampled / seconds['rollout']:,.0f} tokens/s while sampling; trained {tree:.0f} tree tokens a step"
+    )
+    print(
+        f"matrix products: {rate['rollout']:.0f} GFLOP/s at 128 rows, {rate['update']:.0f} at 2,048; transitions {transitions:.2%} of a step"
+    )
     share = {name: work[name] / rate[name] / 1e9 / seconds[name] for name in work}
     save_result("phases", {"rows": rows, "work": work, "gflops": rate, "share_of_floor": share, "transitions": transitions, **tokens})
     print(

@@ -56,7 +56,22 @@ def ours(folder: Path, model: Path, lr: float, steps: int) -> dict[str, Any]:
 def theirs(folder: Path, model: Path, tasks: Path, lr: float, steps: int) -> dict[str, Any]:
     out = folder.with_suffix(".json")
     command = [trl_python(), HERE / "trl_side.py", "--model", model, "--prompts", tasks, "--steps", steps, "--warmup", WARMUP]
-    command += ["--group-size", 16, "--batch-size", 128, "--max-tokens", 128, "--temperature", 1.0, "--lr", lr, "--threads", 1, "--out", out]
+    command += [
+        "--group-size",
+        16,
+        "--batch-size",
+        128,
+        "--max-tokens",
+        128,
+        "--temperature",
+        1.0,
+        "--lr",
+        lr,
+        "--threads",
+        1,
+        "--out",
+        out,
+    ]
     subprocess.run([str(part) for part in command], check=True)
     return json.loads(out.read_text())
 
@@ -95,7 +110,9 @@ def main() -> None:
             pairs.append({"hybrid_rl": mine, "trl": other, "ratio": ratio})
             for name, side in (("hybrid_rl", mine), ("TRL", other)):
                 speed = side["tokens_per_step"] / side["seconds_per_step"]
-                rows.append((pair, name, side["seconds_per_step"], side["generate_seconds"], f"{side['tokens_per_step']:.0f}", f"{speed:.0f}"))
+                rows.append(
+                    (pair, name, side["seconds_per_step"], side["generate_seconds"], f"{side['tokens_per_step']:.0f}", f"{speed:.0f}")
+                )
             rows.append((pair, "ratio", ratio, other["generate_seconds"] / mine["generate_seconds"], "", ""))
     print(table(rows, ("pair", "side", "s a step", "of it sampling", "tokens a step", "tokens/s")))
     ratio = median(pair["ratio"] for pair in pairs)

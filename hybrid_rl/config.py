@@ -105,6 +105,7 @@ class SftConfig:
     steps: int = 100  # 0: no warm-up
     batch_size: int = 32
     curriculum: float = 0.0  # share of the steps over which the longest example grows from shortest to longest
+    label_smoothing: float = 0.0  # share of each target's probability that is spread over the whole vocabulary
     checkpoint_every: int = 0  # steps; 0: only at the end of the stage
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=2e-5))
 

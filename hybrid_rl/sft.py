@@ -30,7 +30,7 @@ def train_sft(s: Session) -> None:
     with s.timed("sft"), s.console.progress("SFT", config.steps) as advance:
         for step in range(start + 1, config.steps + 1):
             batch = curriculum.draw(config.batch_size, step)
-            window.append(imitate(policy, optimizer, batch, s.layout, s.config.policy.row_tokens))
+            window.append(imitate(policy, optimizer, batch, config.label_smoothing, s.layout, s.config.policy.row_tokens))
             advance(note=f"loss {window[-1]['loss']:.3f}")
             if step % LOG_EVERY == 0 or step == config.steps:
                 mean = {key: sum(m[key] for m in window) / len(window) for key in ("loss", "grad_norm")}

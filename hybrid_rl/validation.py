@@ -210,7 +210,13 @@ LEAST = {
     "sft.optimizer.weight_decay": 0, "rl.optimizer.weight_decay": 0, "model.tiny.layers": 1, "model.tiny.heads": 1,
     "model.tiny.kv_heads": 1, "model.tiny.hidden_size": 1, "model.tiny.head_dim": 2, "model.tiny.intermediate_size": 1,
 }  # fmt: skip
-BETWEEN = {"rollout.top_p": (1e-6, 1.0), "sft.curriculum": (0, 1), "sft.optimizer.final_lr": (0, 1), "rl.optimizer.final_lr": (0, 1)}
+BETWEEN = {
+    "rollout.top_p": (1e-6, 1.0),
+    "sft.curriculum": (0, 1),
+    "sft.label_smoothing": (0, 0.9),
+    "sft.optimizer.final_lr": (0, 1),
+    "rl.optimizer.final_lr": (0, 1),
+}
 POSITIVE = (
     "rollout.temperature", "rollout.reward_timeout", "sft.optimizer.lr", "rl.optimizer.lr", "sft.optimizer.eps", "rl.optimizer.eps",
     "sft.optimizer.max_grad_norm", "rl.optimizer.max_grad_norm", "model.tiny.rope_theta", "model.tiny.init_std",

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hybrid_rl.policy.logprobs import token_logprobs
+from hybrid_rl.policy.logprobs import token_cross_entropy, token_logprobs
 
 
 def problem(tokens: int, vocabulary: int, seed: int = 0, scale: float = 1.0, dim: int = 8) -> tuple[Tensor, nn.Linear, Tensor]:
@@ -124,3 +124,24 @@ def test_logits_of_more_than_a_chunk_never_exist(chunk: int) -> None:
     logits = chunk * 500 * 4
     assert memory.largest == logits
     assert 2 * logits <= memory.peak < 7 * logits  # a few chunks alive at a time, forward and backward; the batch has 32
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.15])
+@pytest.mark.parametrize("chunk", [100, 3])
+def test_cross_entropy_is_the_textbook_sum_in_float64(label_smoothing, chunk):
+    torch.manual_seed(0)
+    head = torch.nn.Linear(8, 11, bias=False)
+    hidden, targets = torch.randn(10, 8, requires_grad=True), torch.randint(11, (10,))
+    losses = token_cross_entropy(hidden, head, targets, label_smoothing, chunk)
+    losses.sum().backward()
+    exact = hidden.detach().double().requires_grad_()
+    logprobs = torch.log_softmax(exact @ head.weight.detach().double().T, -1)
+    expected = torch.stack(
+        [
+            -(1 - label_smoothing) * logprobs[i, t] - label_smoothing * sum(logprobs[i, v] for v in range(11)) / 11
+            for i, t in enumerate(targets)
+        ]
+    )
+    expected.sum().backward()
+    torch.testing.assert_close(losses.double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(hidden.grad.double(), exact.grad, rtol=1e-4, atol=1e-6)

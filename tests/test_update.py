@@ -113,7 +113,7 @@ def test_imitate_is_the_mean_negative_log_likelihood_of_the_answers(policy):
             logprobs = torch.log_softmax(reference(torch.tensor([r.token_ids])).logits[0], -1)
             chosen = [float(logprobs[t - 1, r.token_ids[t]]) for t, m in enumerate(r.loss_mask) if m]
             total, count = total - sum(chosen), count + len(chosen)
-    stats = imitate(policy, Recorder(policy.model), batch, "packed", 40)
+    stats = imitate(policy, Recorder(policy.model), batch, 0.0, "packed", 40)
     assert stats["loss"] == pytest.approx(total / count, rel=1e-5)
 
 

@@ -1,33 +1,45 @@
-"""Log-probability and entropy of sampled tokens from hidden states, without ever holding a batch's full logits."""
+"""From hidden states to per-token numbers, without ever holding a batch's full logits."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 
 def token_logprobs(hidden: Tensor, head: nn.Module, targets: Tensor, temperature: float, chunk: int) -> tuple[Tensor, Tensor]:
     """log π(target) and the distribution's entropy, both [M] float32 in nats, at the sampling temperature.
 
-    hidden [M, d], targets [M] int64. Logits exist for `chunk` tokens at a time ([chunk, V] float32) and are computed again
-    in backward, except where one chunk holds everything. Entropy carries no gradient.
+    hidden [M, d], targets [M] int64; logits exist for `chunk` tokens at a time. Entropy carries no gradient.
     """
+
+    def one_chunk(hidden: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+        logits = head(hidden).float()
+        logprobs = torch.log_softmax(logits if temperature == 1.0 else logits / temperature, dim=-1)
+        with torch.no_grad():
+            entropy = -(logprobs.exp() * logprobs).sum(-1)
+        return logprobs.gather(-1, targets[:, None])[:, 0], entropy
+
+    logprobs, entropy = _in_chunks(one_chunk, hidden, targets, chunk)
+    return logprobs, entropy
+
+
+def token_cross_entropy(hidden: Tensor, head: nn.Module, targets: Tensor, label_smoothing: float, chunk: int) -> Tensor:
+    """Supervised loss of each token, [M] float32 in nats: (1−ε)·(−log π(target)) + ε·mean over the vocabulary of −log π."""
+
+    def one_chunk(hidden: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+        return (cross_entropy(head(hidden).float(), targets, reduction="none", label_smoothing=label_smoothing),)
+
+    return _in_chunks(one_chunk, hidden, targets, chunk)[0]
+
+
+def _in_chunks(function: Callable[[Tensor, Tensor], tuple[Tensor, ...]], hidden: Tensor, targets: Tensor, chunk: int) -> tuple[Tensor, ...]:
+    """`function` on `chunk` tokens at a time, each chunk computed again in backward; except where one chunk holds everything."""
     if len(targets) <= chunk:
-        return _chunk(hidden, head, targets, temperature)
-    parts = [
-        checkpoint(_chunk, h, head, t, temperature, use_reentrant=False)
-        for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True)
-    ]
-    logprobs, entropies = zip(*parts, strict=True)
-    return torch.cat(logprobs), torch.cat(entropies)
-
-
-def _chunk(hidden: Tensor, head: nn.Module, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    logits = head(hidden).float()
-    if temperature != 1.0:
-        logits = logits / temperature
-    logprobs = torch.log_softmax(logits, dim=-1)
-    with torch.no_grad():
-        entropy = -(logprobs.exp() * logprobs).sum(-1)
-    return logprobs.gather(-1, targets[:, None])[:, 0], entropy
+        return function(hidden, targets)
+    pieces = zip(hidden.split(chunk), targets.split(chunk), strict=True)
+    results = [checkpoint(function, h, t, use_reentrant=False) for h, t in pieces]
+    return tuple(torch.cat(parts) for parts in zip(*results, strict=True))

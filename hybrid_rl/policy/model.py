@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_rl.attention import ATTENTION_NAME, Packed
-from hybrid_rl.policy.logprobs import token_logprobs
+from hybrid_rl.policy.logprobs import token_cross_entropy, token_logprobs
 from hybrid_rl.types import PackedBatch
 
 LOGIT_CHUNK_ELEMENTS = 64 * 2**20  # logits held at a time: 256 MiB of float32
@@ -54,8 +54,12 @@ class Policy:
     def logprobs(self, row: PackedBatch, temperature: float) -> tuple[Tensor, Tensor]:
         """log π and entropy, [M] float32, of the row's sampled tokens, at the sampling temperature."""
         with self.autocast():
-            hidden = self._hidden(row.input_ids[None], row.position_ids[None], row.layout)[0]
-            return token_logprobs(hidden[row.predict_at], self.head, row.targets, temperature, self.chunk)
+            return token_logprobs(self._predicting(row), self.head, row.targets, temperature, self.chunk)
+
+    def cross_entropy(self, row: PackedBatch, label_smoothing: float) -> Tensor:
+        """Supervised loss, [M] float32, of the row's target tokens."""
+        with self.autocast():
+            return token_cross_entropy(self._predicting(row), self.head, row.targets, label_smoothing, self.chunk)
 
     def autocast(self) -> torch.autocast | nullcontext[None]:
         if self.compute_dtype == torch.float32:
@@ -81,6 +85,10 @@ class Policy:
         """Write an ordinary Hugging Face folder: safetensors, config, generation config, tokenizer with chat template."""
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
+
+    def _predicting(self, row: PackedBatch) -> Tensor:
+        """The hidden states, [M, d], that predict the row's sampled tokens."""
+        return self._hidden(row.input_ids[None], row.position_ids[None], row.layout)[0, row.predict_at]
 
     def _hidden(self, input_ids: Tensor, position_ids: Tensor, layout: object) -> Tensor:
         out = self.model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, layout=layout)

@@ -45,9 +45,12 @@ def create(folder: Path, config: TinyConfig, seed: int) -> None:
             num_hidden_layers=config.layers, num_attention_heads=config.heads, num_key_value_heads=config.kv_heads,
             head_dim=config.head_dim, max_position_embeddings=config.max_positions, initializer_range=config.init_std,
             rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta}, tie_word_embeddings=True,
-            eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id, bos_token_id=None,
         )
     )  # fmt: skip
+    # The pad token is named here and not in the model's configuration, which would make its embedding a row of zeros:
+    # one sampled by chance is then normalised from zero, and its gradient is thousands of times everyone else's.
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
     torch.set_rng_state(generator_state)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)

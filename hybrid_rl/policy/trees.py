@@ -63,7 +63,9 @@ class Trees:
                 dim=-1,
             )
             weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
-            out = (weights[..., :p].reshape(n, kv_heads, g * rep * c, p) @ vp).view(n, kv_heads, g, rep * c, value_dim) + weights[..., p:] @ vb
+            out = (weights[..., :p].reshape(n, kv_heads, g * rep * c, p) @ vp).view(n, kv_heads, g, rep * c, value_dim) + weights[
+                ..., p:
+            ] @ vb
             flat.append(out.view(n, kv_heads, g, rep, c, value_dim).permute(0, 2, 4, 1, 3, 5).reshape(n * g * c, heads, value_dim))
         return torch.cat(flat)[self.flat_index][None]
 

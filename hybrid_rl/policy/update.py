@@ -53,13 +53,14 @@ def update(
     }
 
 
-def imitate(policy: Policy, optimizer: Optimizer, demonstrations: Sequence[Rollout], layout: Layout, row_tokens: int) -> dict[str, float]:
-    """Supervised step: mean negative log-likelihood of the demonstrations' answer tokens, at temperature 1."""
+def imitate(
+    policy: Policy, optimizer: Optimizer, demonstrations: Sequence[Rollout], label_smoothing: float, layout: Layout, row_tokens: int
+) -> dict[str, float]:  # fmt: skip
+    """Supervised step: cross-entropy averaged over all answer tokens of the demonstrations."""
     count = sum(rollout.sampled for rollout in demonstrations)
     loss = 0.0
     for row in pack(demonstrations, layout, row_tokens):
-        logprobs, _ = policy.logprobs(row.to(policy.device), temperature=1.0)
-        row_loss = -logprobs.sum() / count
+        row_loss = policy.cross_entropy(row.to(policy.device), label_smoothing).sum() / count
         row_loss.backward()
         loss += row_loss.item()
     result = optimizer.step()
