@@ -79,6 +79,7 @@ def theirs(folder: Path, model: Path, tasks: Path, lr: float, steps: int) -> dic
 def task_file(folder: Path, path: Path) -> None:
     """The tasks of our run's steps, in their order, for the other side."""
     from hybrid_rl.recipes.reverse import load_tasks
+
     from hybrid_rl.rollout.store import read_rollouts
     from hybrid_rl.validation import load
 

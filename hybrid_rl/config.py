@@ -40,7 +40,7 @@ class TinyConfig:
     kv_heads: int = 2
     head_dim: int = 32
     rope_theta: float = 100.0
-    init_std: float = 0.02
+    init_std: float = 0.05
     max_positions: int = 4096
     words: list[str] = field(default_factory=list)  # texts that become one token each
 

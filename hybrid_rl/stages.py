@@ -101,7 +101,8 @@ def _build(config: Config, folder: Path, console: Console, scorer: Scorer, resum
     """Load everything and say what was chosen."""
     device = pick_device(config.device)
     model_folder = Path(config.model.path) if config.model.path else folder / "base_model"
-    if not config.model.path and not model_folder.is_dir():
+    if not config.model.path and resumed is None:
+        shutil.rmtree(model_folder, ignore_errors=True)  # what a run killed before its first checkpoint left
         tiny.create(model_folder, config.model.tiny, config.seed)
     policy = Policy.load(model_folder, device)
     torch.set_num_threads(config.threads or (1 if policy.parameter_count() < TINY_PARAMETERS else os.cpu_count() or 1))

@@ -31,28 +31,30 @@ class ConfigError(ValueError):
     """One line that a user can act on."""
 
 
-def load(overrides: Sequence[str], conf: Path = CONF) -> DictConfig:
-    """Compose and check one job's configuration. Raises ConfigError."""
-    parsed = _parse(overrides)
-    _check_names(parsed, conf)
+def load(overrides: Sequence[str], own: Path | None = None) -> DictConfig:
+    """Compose and check one job's configuration; `own` is a user's folder of more groups. Raises ConfigError."""
+    parsed = parse(overrides)
+    folders = [CONF, *([own] if own else [])]
+    _check_names(parsed, folders)
+    search = [f"hydra.searchpath=[file://{own.resolve()}]"] if own else []
     try:
-        with initialize_config_dir(config_dir=str(conf), version_base="1.3"):
-            config = compose("config", overrides=[o for o, p in zip(overrides, parsed, strict=True) if not _in_open(p)])
+        with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
+            config = compose("config", overrides=search + [o for o, p in zip(overrides, parsed, strict=True) if not _in_open(p)])
             _check_open_names(parsed, config)
-            config = compose("config", overrides=list(overrides))
+            config = compose("config", overrides=[*search, *overrides])
         OmegaConf.resolve(config)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_composition_problem(error, parsed)) from error
     for key, problem in _problems(config):
         value = OmegaConf.select(config, key)
-        raise ConfigError(f"{key}={value} ({_origin(key, parsed, conf)}): {problem}")
+        raise ConfigError(f"{key}={value} ({_origin(key, parsed, folders)}): {problem}")
     return config
 
 
 # ---- names: is every override's key one that exists? ------------------------------------------------------------------
 
 
-def _parse(overrides: Sequence[str]) -> list[Override]:
+def parse(overrides: Sequence[str]) -> list[Override]:
     parser, parsed = OverridesParser.create(), []
     for override in overrides:
         try:
@@ -62,15 +64,15 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
     return parsed
 
 
-def _check_names(overrides: Sequence[Override], conf: Path) -> None:
-    groups = {str(d.relative_to(conf)) for d in conf.rglob("*") if d.is_dir()}
+def _check_names(overrides: Sequence[Override], folders: Sequence[Path]) -> None:
+    groups = {str(d.relative_to(folder)) for folder in folders for d in folder.rglob("*") if d.is_dir()}
     keys = set(_keys(OmegaConf.structured(Config)))
     for override in overrides:
         key, value = override.key_or_group, override.get_value_element_as_str()
         if key.startswith("hydra") or _in_open(override):
             continue
         if key in groups:
-            options = sorted(file.stem for file in (conf / key).glob("*.yaml"))
+            options = sorted(file.stem for folder in folders for file in (folder / key).glob("*.yaml"))
             if value not in options:
                 raise ConfigError(f"{key}={value} (command line): there is no such choice; {_nearest(value, options)}")
         elif key not in keys:
@@ -132,16 +134,16 @@ def _first_line(error: BaseException) -> str:
     return " ".join(str(error).strip().splitlines()[0].split())
 
 
-def _origin(key: str, overrides: Sequence[Override], conf: Path) -> str:
+def _origin(key: str, overrides: Sequence[Override], folders: Sequence[Path]) -> str:
     """Where the value came from: the command line, the YAML file that sets it last, or the default in config.py."""
     if any(o.key_or_group == key for o in overrides):
         return "command line"
     chosen = {"model": "tiny", "algo": "dr_grpo"} | {o.key_or_group: str(o.value()) for o in overrides}
     for group in ("recipe", "model", "algo"):
-        file = conf / group / f"{chosen.get(group)}.yaml"
         path = key if group != "algo" else key.removeprefix("algo.")
-        if file.is_file() and OmegaConf.select(OmegaConf.load(file), path) is not None:
-            return f"conf/{group}/{file.name}"
+        for file in (folder / group / f"{chosen.get(group)}.yaml" for folder in folders):
+            if file.is_file() and OmegaConf.select(OmegaConf.load(file), path) is not None:
+                return f"{file.parent.parent.name}/{group}/{file.name}"
     return "default"
 
 

@@ -124,3 +124,12 @@ def test_the_resolved_configuration_is_shown(tmp_path):
     result = cli(REVERSE, "--cfg", "job", "--resolve", cwd=tmp_path)
     assert result.returncode == 0
     assert OmegaConf.create(result.stdout).rollout.batch_size == 128
+
+
+def test_a_folder_of_ones_own_recipes(tmp_path):
+    (tmp_path / "recipe").mkdir()
+    text = "# @package _global_\nname: mine\ndata: {_target_: hybrid_rl.recipes.reverse.load_tasks}\nrl: {steps: 7}\n"
+    (tmp_path / "recipe" / "mine.yaml").write_text(text + "reward: {_target_: hybrid_rl.recipes.reverse.similarity}\n")
+    assert load(["+recipe=mine"], tmp_path).rl.steps == 7
+    with pytest.raises(ConfigError, match="there are: mine, reverse"):
+        load(["+recipe=min"], tmp_path)
