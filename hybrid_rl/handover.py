@@ -24,7 +24,7 @@ def hand_over(policy: Policy, engine: Engine, version: int, *, verify: bool = Fa
     engine.wake([WEIGHTS])
     weights = policy.model.state_dict()
     moved = 0
-    if all(engine.shares(name, tensor) for name, tensor in weights.items()):
+    if engine.shares(weights):
         engine.set_version(version)
     else:
         moved = sum(tensor.nbytes for tensor in weights.values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -96,8 +96,8 @@ class Engine(Protocol):
     def wake(self, tags: Iterable[str] = (KV_CACHE,)) -> None:
         """Take the tagged memory again; waking what is awake does nothing."""
 
-    def shares(self, name: str, tensor: Tensor) -> bool:
-        """Whether the engine's weight of that name is this very memory, so that a handover has nothing to move."""
+    def shares(self, weights: Mapping[str, Tensor]) -> bool:
+        """Whether the engine's weights are this very memory, so that a handover has nothing to move."""
 
     def weights(self) -> dict[str, Tensor]:
         """The engine's weights by the names of the policy's state_dict, for comparison."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -262,9 +262,9 @@ class LocalEngine:
 
     # ---- weights --------------------------------------------------------------------------------------------------
 
-    def shares(self, name: str, tensor: Tensor) -> bool:
-        own = self.weights().get(name)
-        return own is not None and own.data_ptr() == tensor.data_ptr() and own.shape == tensor.shape
+    def shares(self, weights: Mapping[str, Tensor]) -> bool:
+        own = self.weights()
+        return own.keys() == weights.keys() and all(own[name].data_ptr() == tensor.data_ptr() for name, tensor in weights.items())
 
     def set_version(self, version: int) -> None:
         if self._rows.requests or self._waiting:
