@@ -82,7 +82,7 @@ class PolicyConfig:
 class AlgoConfig:
     """Functions by `_target_`; other keys are their arguments."""
 
-    advantage: dict[str, Any] = field(default_factory=lambda: {"_target_": "hybrid_rl.algo.mean_only.advantages"})
+    advantage: dict[str, Any] = field(default_factory=lambda: {"_target_": "hybrid_rl.algo.grpo.advantages"})
     loss: dict[str, Any] = field(default_factory=lambda: {"_target_": "hybrid_rl.algo.ppo_clip.loss"})
 
 

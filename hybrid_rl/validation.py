@@ -138,7 +138,7 @@ def _origin(key: str, overrides: Sequence[Override], folders: Sequence[Path]) ->
     """Where the value came from: the command line, the YAML file that sets it last, or the default in config.py."""
     if any(o.key_or_group == key for o in overrides):
         return "command line"
-    chosen = {"model": "tiny", "algo": "dr_grpo"} | {o.key_or_group: str(o.value()) for o in overrides}
+    chosen = {"model": "tiny", "algo": "grpo"} | {o.key_or_group: str(o.value()) for o in overrides}
     for group in ("recipe", "model", "algo"):
         path = key if group != "algo" else key.removeprefix("algo.")
         for file in (folder / group / f"{chosen.get(group)}.yaml" for folder in folders):
