@@ -59,7 +59,8 @@ class Trees:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
         grouped = q.shape[1] != k.shape[1]
-        results = [grouped_sdpa(*(x[self.prompts].transpose(1, 2) for x in (q, k, v)), scaling)]  # causality hides right padding
+        own, keys, values = (x[self.prompts].transpose(1, 2) for x in (q, k, v))
+        results = [grouped_sdpa(own, keys, values, scaling)]  # right padding: causality hides it
         for bucket in self.buckets:
             keys, values = (x[bucket.keys].transpose(1, 2) for x in (k, v))
             own = q[bucket.queries].transpose(1, 2)
