@@ -48,8 +48,8 @@ def step_line(m: dict[str, Any], steps: int) -> str:
     seconds = m["seconds"]
     phases = " ".join(f"{name} {value:.2f}" for name, value in seconds.items() if value >= 0.005)
     line = (
-        f"step {m['step']:>{len(str(steps))}}/{steps}  reward {m['reward']:.3f} ±{m['reward_std']:.2f}  length {m['length']:.1f}  "
-        f"truncated {m['truncated']:.1%}  entropy {m['entropy']:.3f}  mismatch {m['mismatch_kl']:.0e}  clip {m['clip_fraction']:.1%}  "
+        f"step {m['step']:>{len(str(steps))}}/{steps}  reward {m['reward']:.3f}±{m['reward_std']:.2f}  len {m['length']:.1f}  "
+        f"trunc {m['truncated']:.1%}  entropy {m['entropy']:.3f}  mismatch {m['mismatch_kl']:.0e}  clip {m['clip_fraction']:.1%}  "
         f"grad {m['grad_norm']:.2f}  {m['tokens_per_second'] / 1000:.1f}k tok/s  {m['memory_gib']:.2f} GiB  {sum(seconds.values()):.2f} s ({phases})"
     )
     notes = [f"{m[key]:.0f} {text}" for key, text in COUNTERS.items() if m.get(key)]
@@ -62,6 +62,14 @@ COUNTERS = {
     "reward_errors": "rewards failed",
     "skipped": "update skipped (gradient not finite)",
 }
+
+
+def sft_line(m: dict[str, Any], steps: int) -> str:
+    skipped = f"  ! {m['skipped']:.0f} {COUNTERS['skipped']}" if m["skipped"] else ""
+    return (
+        f"SFT {m['step']:>{len(str(steps))}}/{steps}  loss {m['loss']:.3f}  grad {m['grad_norm']:.2f}  lr {m['lr']:.1e}  "
+        f"{m['tokens_per_second'] / 1000:.1f}k tok/s{skipped}"
+    )
 
 
 def eval_line(m: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from hybrid_rl.console import sft_line
 from hybrid_rl.data.render import demonstration
 from hybrid_rl.data.sampler import Sampler
 from hybrid_rl.policy.optimizer import Optimizer
@@ -26,6 +27,7 @@ def train_sft(s: Session) -> None:
         s.resumed.restore(policy, optimizer)
         start, window = s.resumed.state["step"], s.resumed.state["window"]
         curriculum.sampler.restore(s.resumed.state["sampler"])
+    say_every = LOG_EVERY * max(1, round(config.steps / LOG_EVERY / 10))  # about ten lines a stage
     since = time.perf_counter()
     with s.timed("sft"), s.console.progress("SFT", config.steps) as advance:
         for step in range(start + 1, config.steps + 1):
@@ -33,15 +35,16 @@ def train_sft(s: Session) -> None:
             window.append(imitate(policy, optimizer, batch, config.label_smoothing, s.layout, s.config.policy.row_tokens))
             advance(note=f"loss {window[-1]['loss']:.3f}")
             if step % LOG_EVERY == 0 or step == config.steps:
-                mean = {key: sum(m[key] for m in window) / len(window) for key in ("loss", "grad_norm")}
-                speed = sum(m["tokens"] for m in window) / (time.perf_counter() - since)
-                s.metrics.write(
-                    "sft", step=step, **mean, lr=window[-1]["lr"], tokens_per_second=speed, skipped=sum(m["skipped"] for m in window)
-                )
-                if step % (LOG_EVERY * max(1, config.steps // (LOG_EVERY * 6))) == 0 or step == config.steps:
-                    s.console.say(
-                        f"SFT step {step}/{config.steps}  loss {mean['loss']:.3f}  grad {mean['grad_norm']:.2f}  {speed / 1000:.1f}k tok/s"
-                    )
+                values = {
+                    "step": step,
+                    **{key: sum(m[key] for m in window) / len(window) for key in ("loss", "grad_norm")},
+                    "lr": window[-1]["lr"],
+                    "tokens_per_second": sum(m["tokens"] for m in window) / (time.perf_counter() - since),
+                    "skipped": sum(m["skipped"] for m in window),
+                }
+                s.metrics.write("sft", **values)
+                if step % say_every == 0 or step == config.steps:
+                    s.console.say(sft_line(values, config.steps))
                 window, since = [], time.perf_counter()
             if config.checkpoint_every and step % config.checkpoint_every == 0 and step < config.steps:
                 s.save_checkpoint("sft", step, optimizer, sampler=curriculum.sampler.state(), window=window)

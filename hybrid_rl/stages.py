@@ -55,6 +55,9 @@ def run(config: Config, folder: Path) -> int:
     except EXPECTED as error:
         console.say(f"hybrid_rl: {error}")
         return 1
+    except KeyboardInterrupt:
+        console.say("hybrid_rl: interrupted; the same command with resume=auto goes on from the last checkpoint")
+        return 130
     return 0
 
 

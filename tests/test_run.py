@@ -63,7 +63,7 @@ def test_what_a_user_reads(whole):
     lines = output.splitlines()
     assert sum(line.startswith("step ") for line in lines) == 6
     step = next(line for line in lines if line.startswith("step 1/6"))
-    for field in ("reward", "length", "truncated", "entropy", "mismatch", "clip", "grad", "tok/s", "GiB", "rollout", "update"):
+    for field in ("reward", "len", "trunc", "entropy", "mismatch", "clip", "grad", "tok/s", "GiB", "rollout", "update"):
         assert field in step
     assert "evaluation of the base model: reward 0.0" in output
     assert "evaluation of the model after SFT" in output
@@ -136,7 +136,7 @@ def kill_when(process: subprocess.Popen, text: str, delay: float = 0.0) -> None:
     process.stdout.close()
 
 
-@pytest.mark.parametrize("moment", ["step 3/6", "SFT step 10/20"])
+@pytest.mark.parametrize("moment", ["step 3/6", "SFT 10/20"])
 def test_a_killed_run_goes_on_to_the_same_numbers(whole, tmp_path, moment):
     kill_when(start(tmp_path), moment)
     run(tmp_path, "resume=auto")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,33 +18,44 @@ class KVCache:
     def __init__(
         self, slots: int, capacity: int, keys: list[torch.Size], values: list[torch.Size], dtype: torch.dtype, device: torch.device
     ):  # fmt: skip
-        # zeros, not empty: masked positions are multiplied by weight 0, and 0 · NaN would be NaN
-        self.keys = [torch.zeros(slots, heads, capacity, dim, dtype=dtype, device=device) for heads, _, dim in keys]
-        self.values = [torch.zeros(slots, heads, capacity, dim, dtype=dtype, device=device) for heads, _, dim in values]
-        self.lengths = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.keys = [_zeros((slots, heads, capacity, dim), dtype, device) for heads, _, dim in keys]
+        self.values = [_zeros((slots, heads, capacity, dim), dtype, device) for heads, _, dim in values]
         self.bias = torch.full((slots, capacity), float("-inf"), dtype=dtype, device=device)  # 0 where a token is
+        self.lengths = np.zeros(slots, dtype=np.int64)  # on the host, where the schedule is made
+        self.rows = torch.arange(slots, device=device)
 
     @property
     def bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values, self.bias))
 
-    def store(self, slots: Tensor, keys: list[Tensor], values: list[Tensor]) -> None:
+    def store(self, slots: list[int], keys: list[Tensor], values: list[Tensor]) -> None:
         """Write one prefix, [K, P, D] a layer, into every given slot: a group's prompt reaches all its samples."""
         length = keys[0].shape[1]
-        for layer in range(len(self.keys)):
-            self.keys[layer][slots, :, :length] = keys[layer]
-            self.values[layer][slots, :, :length] = values[layer]
+        index = torch.tensor(slots, device=self.rows.device)
+        for cache, new in zip((*self.keys, *self.values), (*keys, *values), strict=True):
+            cache[index, :, :length] = new.to(cache.dtype)
+        self.bias[index] = float("-inf")
+        self.bias[index, :length] = 0.0
         self.lengths[slots] = length
-        self.bias[slots] = float("-inf")
-        self.bias[slots, :length] = 0.0
 
-    def move(self, source: Tensor, target: Tensor) -> None:
+    def move(self, source: list[int], target: list[int]) -> None:
         """Copy slots (compaction: the last active ones fill the gaps that finished ones left)."""
         longest = int(self.lengths[source].max())
+        here, there = torch.tensor([source, target], device=self.rows.device)
         for tensor in (*self.keys, *self.values):
-            tensor[target, :, :longest] = tensor[source, :, :longest]
+            tensor[there, :, :longest] = tensor[here, :, :longest]
+        self.bias[there] = self.bias[here]
         self.lengths[target] = self.lengths[source]
-        self.bias[target] = self.bias[source]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros and not garbage: masked positions are multiplied by weight 0, and 0 · NaN would be NaN.
+
+    On the CPU from numpy, whose zeros are pages that cost nothing until they are touched: most of a cache never is.
+    """
+    if device.type == "cpu" and dtype == torch.float32:
+        return torch.from_numpy(np.zeros(shape, dtype=np.float32))
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 class Prefill(Packed):
@@ -64,24 +76,24 @@ class Decode:
     """One new token for each of the first `rows` slots: its key and value join the cache, its query reads all of it."""
 
     def __init__(self, cache: KVCache, rows: int):
-        self.cache, self.rows = cache, rows
-        self.positions = cache.lengths[:rows].clone()
-        self.index = torch.arange(rows, device=self.positions.device)
+        self.cache, self.index = cache, cache.rows[:rows]
+        longest = int(cache.lengths[:rows].max()) + 1
+        self.positions = torch.from_numpy(cache.lengths[:rows].copy()).to(cache.rows.device)
         cache.bias[self.index, self.positions] = 0.0
         cache.lengths[:rows] += 1
-        self.longest = int(self.positions.max()) + 1
-        self.bias = cache.bias[:rows, None, None, : self.longest]
+        self.bias = cache.bias[:rows, None, None, :longest]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         keys[self.index, :, self.positions] = key[:, :, 0].to(keys.dtype)
         values[self.index, :, self.positions] = value[:, :, 0].to(values.dtype)
         n, heads, _, dim = query.shape
+        longest = self.bias.shape[-1]
         # the heads that share a key/value head become its queries, so that keys are never repeated in memory
         grouped = (query * scaling).to(keys.dtype).view(n, keys.shape[1], -1, dim)
-        scores = grouped @ keys[:n, :, : self.longest].transpose(-1, -2) + self.bias
+        scores = grouped @ keys[:n, :, :longest].transpose(-1, -2) + self.bias
         weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(keys.dtype)
-        return (weights @ values[:n, :, : self.longest]).reshape(n, 1, heads, -1).to(query.dtype)
+        return (weights @ values[:n, :, :longest]).reshape(n, 1, heads, -1).to(query.dtype)
 
     def to(self, device: object) -> Decode:
         return self

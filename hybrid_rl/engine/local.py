@@ -75,7 +75,8 @@ class LocalEngine:
         self.stats = EngineStats()
         self._autocast, self._dtype = autocast, dtype
         self._device = next(model.parameters()).device
-        self._end_ids = np.array(sorted(end_ids))
+        self._ends = np.zeros(max(model.get_output_embeddings().weight.shape[0], max(end_ids) + 1), dtype=bool)  # [V]: ends a completion
+        self._ends[list(end_ids)] = True
         self._cache: KVCache | None = None
         self._asleep: set[str] = set()
         self._broken: str | None = None
@@ -155,7 +156,7 @@ class LocalEngine:
         logits = torch.stack([self._prefixes[_prefix_of(request)].logits for request in admitted])
         for prompt, slots in slots_of.items():
             prefix = self._prefixes[prompt]
-            self._kv().store(torch.tensor(slots, device=self._device), prefix.keys, prefix.values)
+            self._kv().store(slots, prefix.keys, prefix.values)
             self.stats.prompt_tokens += len(prompt) * len(slots)
             self._users[prompt] -= len(slots)
             if not self._users[prompt]:
@@ -198,7 +199,7 @@ class LocalEngine:
         state.logprobs[rows, counts] = logprobs.cpu().numpy()
         state.counts[rows] += 1
         self.stats.sampled_tokens += len(rows)
-        stopped = np.isin(tokens, self._end_ids)
+        stopped = self._ends[tokens]
         over = rows[stopped | (counts + 1 >= sampling.max_tokens)]
         if not len(over):
             return []
@@ -215,7 +216,7 @@ class LocalEngine:
         for source, target in zip(fillers, gaps, strict=True):
             self._rows.move(source, target)
         if gaps:
-            self._kv().move(torch.tensor(fillers, device=self._device), torch.tensor(gaps, device=self._device))
+            self._kv().move(fillers, gaps)
         del self._rows.requests[kept:]
 
     def _completion(self, row: int, reason: FinishReason) -> Completion:
