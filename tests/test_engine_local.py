@@ -131,8 +131,9 @@ def test_old_cache_contents_never_show(policy: Policy) -> None:
     """A slot that held a long completion is used by a short one, with no trace of what lies behind its end."""
     engine = engine_on(policy, slots=2)
     collect(engine, [Request(i, list(range(40)), i) for i in range(2)], Sampling(max_tokens=20))
-    for tensor in (*engine._cache.keys, *engine._cache.values):
-        tensor.mul_(1e6)
+    with torch.inference_mode():
+        for tensor in (*engine._cache.keys, *engine._cache.values):
+            tensor.mul_(1e6)
     assert tokens(collect(engine, requests(), SAMPLING)) == tokens(collect(engine_on(policy), requests(), SAMPLING))
 
 
@@ -159,3 +160,24 @@ def test_append_version_keeps_runs() -> None:
     given = [(0, 4)]
     append_version(given, 0, 1)
     assert given == [(0, 4)]
+
+
+def test_bfloat16_compute_runs_on_float32_parameters(tiny_folder: Path) -> None:
+    """What a GPU does, here on the CPU: autocast in engine and trainer, a bfloat16 cache, and log-probabilities that still agree."""
+    policy = Policy.load(tiny_folder, torch.device("cpu"))
+    policy.compute_dtype = torch.bfloat16
+    engine = LocalEngine(policy.model, policy.end_ids(), 8, 64, torch.bfloat16, policy.autocast)
+    engine.set_version(0)
+    rollouts = []
+    for c in engine.generate(requests(), SAMPLING):
+        rollouts.append(Rollout("t", c.id // 3, c.id % 3, 0, list(requests()[c.id].prompt_ids)))
+        rollouts[-1].add_sampled(c.token_ids, c.logprobs, c.versions)
+    assert engine._cache.keys[0].dtype == torch.bfloat16
+    recorded = sampled_tokens(rollouts).behaviour_logprobs
+    for layout in ("padded", "packed", "trees"):
+        (row,) = pack(rollouts, layout, 4096)
+        logprobs, _ = policy.logprobs(row, 1.0)
+        assert logprobs.dtype == torch.float32
+        assert (logprobs - recorded[row.token_index]).abs().mean() < 0.05
+        logprobs.sum().backward()
+    assert all(p.grad.dtype == torch.float32 for p in policy.model.parameters())

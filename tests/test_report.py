@@ -95,7 +95,16 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     evals = {"eval/base": 0.0125, "eval/sft": 0.34, "eval/rl": 0.89}
     versions, model = {"torch": "2.13.0"}, {"path": None, "parameters": 812544}
     (folder / "summary.json").write_text(
-        json.dumps({"name": "reverse", "seed": 7, **evals, "seconds": {"sft": 41.2, "rl": 78.8}, "versions": versions, "model": model})
+        json.dumps(
+            {
+                "name": "reverse",
+                "seed": 7,
+                **evals,
+                "seconds": {"sft": 41.2, "rl": 70.8, "total": 120.0},
+                "versions": versions,
+                "model": model,
+            }
+        )
     )
     measured = [
         {"stage": "eval", "name": name.removeprefix("eval/"), "step": 0, "reward": reward, "reward_std": 0.16, "tasks": 64}

@@ -131,7 +131,7 @@ class LocalEngine:
         if len(request.sampled_ids) >= sampling.max_tokens:
             raise EngineError(f"request {request.id} continues {len(request.sampled_ids)} tokens; the limit is {sampling.max_tokens}")
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def _advance(self, sampling: Sampling) -> list[Completion]:
         """Admit what fits, then sample one token for every row; returns the completions that ended."""
         finished: list[Completion] = []

@@ -164,14 +164,15 @@ def _evaluation_cards(run: Run) -> list[dict[str, str]]:
 
 
 def _cards(run: Run) -> list[dict[str, str]]:
-    total = sum(x for x in map(number, _mapping(run.summary, "seconds").values()) if not math.isnan(x))
-    measured = sum(map(sum, phase_seconds(run.rl).values()))
+    total = number(_mapping(run.summary, "seconds").get("total"))
+    whole = not math.isnan(total)
+    seconds = total if whole else sum(map(sum, phase_seconds(run.rl).values()))
     speed = [x for r in run.rl if not math.isnan(x := number(r.get("tokens_per_second")))]
     memory = [x for r in run.rl if not math.isnan(x := number(r.get("memory_gib")))]
     planned = number(_mapping(run.config, "rl").get("steps"))
     cards = [
         ("RL steps", shown(run.rl[-1]["step"]) if run.rl else "", "" if math.isnan(planned) else f"of {shown(planned)}"),
-        ("time", _duration(total or measured) if total or measured else "", "all stages" if total else "RL so far"),
+        ("time", _duration(seconds) if seconds else "", "the whole run" if whole else "RL so far"),
         ("tokens a second", shown(median(speed)) if speed else "", "median of RL steps"),
         ("peak memory", f"{shown(max(memory))} GiB" if memory else "", "largest of RL steps"),
     ]
