@@ -7,7 +7,7 @@ RUN = $(VENV)/bin/python
 
 .PHONY: reverse test test-all check lint types doctor clean
 
-reverse: $(VENV)/installed  ## Train the embedded model to reverse sentences: about two minutes without a GPU.
+reverse: $(VENV)/installed  ## Train the embedded model to reverse sentences: about a minute without a GPU.
 	$(RUN) -m hybrid_rl.run +recipe=reverse $(ARGS)
 
 test: $(VENV)/installed  ## The tests that take seconds each.
