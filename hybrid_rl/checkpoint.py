@@ -37,8 +37,8 @@ class Checkpoint:
     folder: Path
     state: dict[str, Any]
 
-    def restore(self, policy: Policy, optimizer: Optimizer | None) -> None:
-        """Bring back weights and, where given, the optimizer. Raises CheckpointError for a damaged or foreign file."""
+    def restore_policy(self, policy: Policy) -> None:
+        """Bring back the weights. Raises CheckpointError for a damaged file, and for another model's."""
         self._check_files()
         weights = load_file(self.folder / "policy.safetensors")
         own = _untied(policy)
@@ -47,10 +47,10 @@ class Checkpoint:
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(weights[name])
-        if optimizer is not None:
-            optimizer.restore(
-                load_file(self.folder / "optimizer.safetensors"), self.state["optimizer"]["steps"], self.state["optimizer"]["bad"]
-            )
+
+    def restore_optimizer(self, optimizer: Optimizer) -> None:
+        tensors = load_file(self.folder / "optimizer.safetensors")
+        optimizer.restore(tensors, self.state["optimizer"]["steps"], self.state["optimizer"]["bad"])
 
     def _check_files(self) -> None:
         for name, (size, crc) in json.loads((self.folder / MARKER).read_text()).items():

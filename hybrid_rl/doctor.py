@@ -39,7 +39,12 @@ def machine() -> dict[str, Any]:
 
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     gpu = f"{len(gpus)} × {gpus[0]}" if gpus else None
-    return {"cpu": _cpu_name(), "cores": len(os.sched_getaffinity(0)), "memory_gib": psutil.virtual_memory().total / 2**30, "gpu": gpu}
+    return {"cpu": _cpu_name(), "cores": cores(), "memory_gib": psutil.virtual_memory().total / 2**30, "gpu": gpu}
+
+
+def cores() -> int:
+    """CPU cores this process may use (fewer than the machine's in a container or under taskset)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _cpu_name() -> str:

@@ -25,12 +25,10 @@ def train_rl(s: Session) -> None:
     loss_fn = instantiate(s.config.algo.loss, _partial_=True)
     optimizer = Optimizer(policy.model.parameters(), config.optimizer, config.steps, s.config.policy.max_bad_steps)
     collector = Collector(engine, s.tasks.rl, policy.tokenizer, s.scorer, s.config.rollout, s.config.seed)
-    start = 0
-    if s.resumed and s.resumed.state["stage"] == "rl":
-        start = s.resumed.state["step"]
-        s.resumed.restore(policy, optimizer if start else None)
-        if start:
-            collector.restore(s.resumed.state["collector"])
+    start = s.resumed_step("rl")
+    if s.resumed and start:
+        s.resumed.restore_optimizer(optimizer)
+        collector.restore(s.resumed.state["collector"])
 
     hand_over(policy, engine, s.version, verify=True)
     for step in range(start + 1, config.steps + 1):

@@ -12,7 +12,7 @@ from types import MappingProxyType
 import torch
 
 from hybrid_rl import checkpoint
-from hybrid_rl.config import Config, EngineKind, LayoutKind
+from hybrid_rl.config import Config, LayoutKind
 from hybrid_rl.console import Console
 from hybrid_rl.data import TaskSets
 from hybrid_rl.engine.base import Engine
@@ -45,6 +45,10 @@ class Session:
     def layout(self) -> Layout:
         return choose_layout(self.config.policy.layout, self.policy.device)
 
+    def resumed_step(self, stage: str) -> int:
+        """The step that this stage goes on after; 0 to begin it."""
+        return self.resumed.state["step"] if self.resumed and self.resumed.state["stage"] == stage else 0
+
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
@@ -74,7 +78,6 @@ def choose_layout(kind: LayoutKind, device: torch.device) -> Layout:
 
 
 def make_engine(config: Config, policy: Policy) -> Engine:
-    """The engine that `engine.kind` names; `auto` is the embedded one, which samples from the policy's own memory."""
-    assert config.engine.kind in (EngineKind.auto, EngineKind.local)
+    """The embedded engine, which samples from the policy's own memory; so far `auto` and `local` both mean it."""
     capacity = config.rollout.max_prompt_tokens + config.rollout.max_tokens
     return LocalEngine(policy.model, policy.end_ids(), config.engine.slots, capacity, policy.compute_dtype, policy.autocast)

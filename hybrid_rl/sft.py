@@ -22,11 +22,11 @@ def train_sft(s: Session) -> None:
     optimizer = Optimizer(policy.model.parameters(), config.optimizer, config.steps, s.config.policy.max_bad_steps)
     examples = [demonstration(task, policy.tokenizer, s.config.rollout.max_prompt_tokens) for task in s.tasks.sft]
     curriculum = Curriculum(examples, config.curriculum * config.steps, s.config.seed)
-    start, window = 0, []
-    if s.resumed and s.resumed.state["stage"] == "sft":
-        s.resumed.restore(policy, optimizer)
-        start, window = s.resumed.state["step"], s.resumed.state["window"]
+    start, window = s.resumed_step("sft"), []
+    if s.resumed and start:
+        s.resumed.restore_optimizer(optimizer)
         curriculum.sampler.restore(s.resumed.state["sampler"])
+        window = s.resumed.state["window"]
     say_every = LOG_EVERY * max(1, round(config.steps / LOG_EVERY / 10))  # about ten lines a stage
     since = time.perf_counter()
     with s.timed("sft"), s.console.progress("SFT", config.steps) as advance:

@@ -20,7 +20,7 @@ from hybrid_rl.checkpoint import CheckpointError
 from hybrid_rl.config import Config
 from hybrid_rl.console import Console
 from hybrid_rl.data import DataError, load_task_sets
-from hybrid_rl.doctor import machine, versions
+from hybrid_rl.doctor import cores, machine, versions
 from hybrid_rl.engine.base import EngineError
 from hybrid_rl.evaluate import evaluate
 from hybrid_rl.files import write_json, write_text
@@ -67,6 +67,7 @@ def _train(config: Config, folder: Path, console: Console) -> None:
     scorer = Scorer(config.reward, config.rollout.reward_workers, config.rollout.reward_timeout)
     try:
         session = _build(config, folder, console, scorer, resumed)
+        _introduce(session)
         _stages(session)
         _finish(session, time.perf_counter() - started)
     finally:
@@ -101,14 +102,14 @@ def _evaluate(s: Session, name: str, step: int = 0) -> None:
 
 
 def _build(config: Config, folder: Path, console: Console, scorer: Scorer, resumed: checkpoint.Checkpoint | None) -> Session:
-    """Load everything and say what was chosen."""
+    """Load everything the stages need; where a checkpoint is resumed, as it stood then."""
     device = pick_device(config.device)
     model_folder = Path(config.model.path) if config.model.path else folder / "base_model"
     if not config.model.path and resumed is None:
         shutil.rmtree(model_folder, ignore_errors=True)  # what a run killed before its first checkpoint left
         tiny.create(model_folder, config.model.tiny, config.seed)
     policy = Policy.load(model_folder, device)
-    torch.set_num_threads(config.threads or (1 if policy.parameter_count() < TINY_PARAMETERS else os.cpu_count() or 1))
+    torch.set_num_threads(config.threads or (1 if policy.parameter_count() < TINY_PARAMETERS else cores()))
     torch.manual_seed(config.seed)
     r = config.rollout
     tasks = load_task_sets(
@@ -123,22 +124,28 @@ def _build(config: Config, folder: Path, console: Console, scorer: Scorer, resum
     metrics = Metrics(folder / "metrics.jsonl", keep_lines=resumed.state["metrics_lines"] if resumed else 0)
     session = Session(config, folder, policy, make_engine(config, policy), tasks, scorer, metrics, console, resumed)
     if resumed:
+        resumed.restore_policy(policy)
         session.version, session.evaluations = resumed.state["version"], resumed.state["evaluations"]
         session.seconds = resumed.state["seconds"]
-    here = machine()
-    console.say(f"hybrid_rl · recipe {config.name} · seed {config.seed} · {folder}")
-    console.say(f"machine: {here['cpu']}, {here['cores']} cores, {here['memory_gib']:.0f} GiB; {here['gpu'] or 'no GPU'}")
-    console.say(
-        f"chosen:  device {device.type}, {torch.get_num_threads()} thread(s), engine local (shares the policy's memory), "
-        f"layout {session.layout}, compute {str(policy.compute_dtype).removeprefix('torch.')}"
-    )
-    console.say(f"model:   {config.model.path or 'embedded tiny Qwen3'}, {policy.parameter_count():,} parameters")
-    console.say(f"tasks:   {len(tasks.sft):,} for SFT, {len(tasks.rl):,} for RL, {len(tasks.eval):,} held out")
-    if r.top_k or r.top_p < 1:
-        console.say("note:    top-k or top-p restrict sampling; the update still compares whole distributions, so ratios are biased")
-    if resumed:
-        console.say(f"resumed: {resumed.folder.name}, version {session.version}")
+        (folder / "summary.json").unlink(missing_ok=True)  # it marks a finished run, and this one goes on
     return session
+
+
+def _introduce(s: Session) -> None:
+    """What the run is, the machine, and what was chosen for it."""
+    here, config, say = machine(), s.config, s.console.say
+    say(f"hybrid_rl · recipe {config.name} · seed {config.seed} · {s.folder}")
+    say(f"machine: {here['cpu']}, {here['cores']} cores, {here['memory_gib']:.0f} GiB; {here['gpu'] or 'no GPU'}")
+    say(
+        f"chosen:  device {s.policy.device.type}, {torch.get_num_threads()} thread(s), engine local (shares the policy's memory), "
+        f"layout {s.layout}, compute {str(s.policy.compute_dtype).removeprefix('torch.')}"
+    )
+    say(f"model:   {config.model.path or 'embedded tiny Qwen3'}, {s.policy.parameter_count():,} parameters")
+    say(f"tasks:   {len(s.tasks.sft):,} for SFT, {len(s.tasks.rl):,} for RL, {len(s.tasks.eval):,} held out")
+    if config.rollout.top_k or config.rollout.top_p < 1:
+        say("note:    top-k or top-p restrict sampling; the update still compares whole distributions, so ratios are biased")
+    if s.resumed:
+        say(f"resumed: {s.resumed.folder.name}, version {s.version}")
 
 
 def _resume_point(config: Config, folder: Path) -> checkpoint.Checkpoint | None:
@@ -150,6 +157,8 @@ def _resume_point(config: Config, folder: Path) -> checkpoint.Checkpoint | None:
         if config.resume != "auto":
             raise CheckpointError(f"resume={config.resume}: there is no complete checkpoint in {folder / 'checkpoints'}")
         return None
+    if found.state["stage"] == "rl" and found.state["step"] > config.rl.steps:
+        raise CheckpointError(f"{found.folder} is past rl.steps={config.rl.steps}; raise rl.steps, or resume=never for a new run")
     saved = _flat(yaml.safe_load((folder / "config.yaml").read_text()))
     now = _flat(yaml.safe_load(OmegaConf.to_yaml(OmegaConf.structured(config))))
     changed = [f"{key}: {saved.get(key)} → {now.get(key)}" for key in sorted(saved.keys() | now.keys()) if saved.get(key) != now.get(key)]

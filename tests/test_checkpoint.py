@@ -34,7 +34,8 @@ def test_weights_moments_and_state_come_back_bit_for_bit(policy, tiny_folder, tm
     other = Policy.load(tiny_folder, torch.device("cpu"))
     fresh = Optimizer(other.model.parameters(), OptimizerConfig(lr=1e-2), 10, 3)
     found = checkpoint.latest(tmp_path)
-    found.restore(other, fresh)
+    found.restore_policy(other)
+    found.restore_optimizer(fresh)
     assert found.state["stage"] == "rl"
     assert (found.state["step"], found.state["version"], found.state["note"]) == (7, 7, "ü")
     for name, tensor in policy.model.state_dict().items():
@@ -83,13 +84,13 @@ def test_damage_is_found_and_named(policy, tmp_path, file, damage):
         content[len(content) // 2] ^= 1
         path.write_bytes(content if damage == "flip" else content[:-1])
     with pytest.raises(CheckpointError, match=f"{file} is missing or damaged"):
-        found.restore(policy, optimizer)
+        found.restore_policy(policy)
 
 
 def test_another_models_weights_are_refused(policy, folder_of, tmp_path):
     save(tmp_path, policy, None, 1)
     with pytest.raises(CheckpointError, match="another model's weights"):
-        checkpoint.latest(tmp_path).restore(Policy.load(folder_of("llama"), torch.device("cpu")), None)
+        checkpoint.latest(tmp_path).restore_policy(Policy.load(folder_of("llama"), torch.device("cpu")))
 
 
 def test_a_full_disk_keeps_the_checkpoint_before_and_says_so(policy, tmp_path, monkeypatch):
@@ -103,7 +104,7 @@ def test_a_full_disk_keeps_the_checkpoint_before_and_says_so(policy, tmp_path, m
         save(tmp_path, policy, None, 2)
     monkeypatch.undo()
     assert [f.name for f in tmp_path.iterdir()] == ["rl_000001"]
-    checkpoint.latest(tmp_path).restore(policy, None)
+    checkpoint.latest(tmp_path).restore_policy(policy)
 
 
 def test_a_failing_disk_while_replacing_an_old_checkpoint_of_the_same_step(policy, tmp_path):

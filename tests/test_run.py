@@ -169,6 +169,7 @@ def test_resume_refuses_other_settings_and_damage(whole, tmp_path):
     folder = copied(whole, tmp_path)
     output = run(tmp_path, f"resume={folder}", "rl.optimizer.lr=0.5", code=1)
     assert re.search(r"was started with other settings \(rl.optimizer.lr: \S+ → 0.5\)", output)
+    assert "rl_000006 is past rl.steps=3" in run(tmp_path, f"resume={folder}", "rl.steps=3", code=1)
     weights = folder / "checkpoints" / "rl_000006" / "policy.safetensors"
     weights.write_bytes(weights.read_bytes()[:-8])
     output = run(tmp_path, f"resume={folder}", code=1)

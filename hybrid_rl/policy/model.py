@@ -39,14 +39,18 @@ class Policy:
     @classmethod
     def load(cls, folder: str | Path, device: torch.device) -> Policy:
         """Read a Hugging Face folder. Raises ModelError naming the folder and what is wrong with it."""
+        model: PreTrainedModel
+        loaded: dict[str, set[str]]
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-            model = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=torch.float32, attn_implementation=ATTENTION_NAME, local_files_only=True
+            model, loaded = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
+                folder, dtype=torch.float32, attn_implementation=ATTENTION_NAME, local_files_only=True, output_loading_info=True
             )
         except (OSError, ValueError, KeyError) as error:
             reason = str(error).strip().splitlines()[0]
             raise ModelError(f"model.path={folder} cannot be loaded: {reason}") from error
+        if absent := sorted(loaded["missing_keys"]):  # transformers would go on with random numbers there
+            raise ModelError(f"model.path={folder} has no weights for {', '.join(absent[:3])}{' …' if len(absent) > 3 else ''}")
         if tokenizer.chat_template is None:
             raise ModelError(f"model.path={folder}: the tokenizer has no chat template; add chat_template.jinja to the folder")
         return cls(model, tokenizer, device)
