@@ -39,7 +39,7 @@ def ours(folder: Path, model: Path, lr: float, steps: int) -> dict[str, Any]:
     """One run of the loop without warm-up stage; a step is all of its phases, from sampling to the handover."""
     run_recipe(
         folder, f"model.path={model}", "sft.steps=0", f"rl.steps={steps}", f"rl.optimizer.lr={lr}", "rl.optimizer.schedule=constant",
-        "rl.optimizer.warmup_steps=0", f"rl.checkpoint_every={steps}", "eval.max_tasks=1", "rollout.max_replacements=0", "threads=1",
+        "rl.optimizer.warmup_steps=0", "algo.minibatches=1", f"rl.checkpoint_every={steps}", "eval.max_tasks=1", "rollout.max_replacements=0", "threads=1",
     )  # fmt: skip
     measured = read_metrics(folder, "rl")[WARMUP:]
     return {

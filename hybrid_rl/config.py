@@ -82,6 +82,7 @@ class PolicyConfig:
 class AlgoConfig:
     """Functions by `_target_`; other keys are their arguments."""
 
+    minibatches: int = 1  # AdamW steps a batch is used for, each on its share of the groups; 1 is exactly on-policy
     advantage: dict[str, Any] = field(default_factory=lambda: {"_target_": "hybrid_rl.algo.grpo.advantages"})
     loss: dict[str, Any] = field(default_factory=lambda: {"_target_": "hybrid_rl.algo.ppo_clip.loss"})
 

@@ -62,7 +62,8 @@ def print_plan(config: Config, console: Console) -> None:
         )
         console.say(_batch_line("typical", config, prompt, statistics.fmean(answers)))
     console.say(_batch_line("at most", config, prompt, r.max_tokens))
-    console.say(f"RL         {config.rl.steps} steps, one AdamW step each, lr {config.rl.optimizer.lr:g}, temperature {r.temperature:g}")
+    updates = f"{config.algo.minibatches} AdamW step{'s' * (config.algo.minibatches > 1)} each"
+    console.say(f"RL         {config.rl.steps} steps, {updates}, lr {config.rl.optimizer.lr:g}, temperature {r.temperature:g}")
     for line in _memory_lines(config, model_config, parameters, device):
         console.say(line)
 

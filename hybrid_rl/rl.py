@@ -23,7 +23,8 @@ def train_rl(s: Session) -> None:
     config, policy, engine = s.config.rl, s.policy, s.engine
     advantage_fn = instantiate(s.config.algo.advantage, _partial_=True)
     loss_fn = instantiate(s.config.algo.loss, _partial_=True)
-    optimizer = Optimizer(policy.model.parameters(), config.optimizer, config.steps, s.config.policy.max_bad_steps)
+    updates = config.steps * s.config.algo.minibatches
+    optimizer = Optimizer(policy.model.parameters(), config.optimizer, updates, s.config.policy.max_bad_steps)
     collector = Collector(engine, s.tasks.rl, policy.tokenizer, s.scorer, s.config.rollout, s.config.seed)
     start = s.resumed_step("rl")
     if s.resumed and start:
@@ -56,13 +57,23 @@ def train_rl(s: Session) -> None:
 
 
 def train_on(s: Session, optimizer: Optimizer, batch: Batch, advantages: dict[tuple[int, int], float], loss_fn: Loss) -> dict[str, float]:
-    """The update, or nothing where every group was silent: there is no gradient to follow then."""
-    if not batch.groups:
-        return dict.fromkeys(("loss", "entropy", "mismatch_kl", "clip_fraction", "grad_norm", "lr", "skipped"), 0.0)
+    """One AdamW step for each minibatch of whole groups; nothing where every group was silent and no gradient is to be had.
+
+    Statistics are means over the minibatches. Only the mismatch is of the first one: before the first step trainer and
+    engine have the same weights, after it the difference is learning.
+    """
     c = s.config
-    return update(
-        s.policy, optimizer, batch.rollouts, list(advantages.values()), loss_fn, c.rollout.temperature, s.layout, c.policy.row_tokens
-    )
+    share = max(1, -(-len(batch.groups) // c.algo.minibatches))
+    results = []
+    for first in range(0, len(batch.groups), share):
+        rollouts = [r for group in batch.groups[first : first + share] for r in group.rollouts]
+        own = [advantages[r.group_id, r.index] for r in rollouts]
+        results.append(update(s.policy, optimizer, rollouts, own, loss_fn, c.rollout.temperature, s.layout, c.policy.row_tokens))
+    names = ("loss", "entropy", "mismatch_kl", "clip_fraction", "grad_norm", "lr", "skipped")
+    if not results:
+        return dict.fromkeys(names, 0.0)
+    means = {name: statistics.fmean(result[name] for result in results) for name in names}
+    return {**means, "mismatch_kl": results[0]["mismatch_kl"], "skipped": sum(result["skipped"] for result in results)}
 
 
 def rollout_metrics(batch: Batch) -> dict[str, Any]:

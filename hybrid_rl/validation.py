@@ -172,6 +172,13 @@ def _problems(c: DictConfig) -> Iterator[tuple[str, str]]:
     if r.batch_size % r.group_size:
         fitting = min((d for d in range(2, r.batch_size + 1) if r.batch_size % d == 0), key=lambda d: abs(d - r.group_size))
         yield "rollout.group_size", f"does not divide rollout.batch_size={r.batch_size}; the nearest that does is {fitting}"
+    elif (r.batch_size // r.group_size) % c.algo.minibatches:
+        groups = r.batch_size // r.group_size
+        fitting = min((d for d in range(1, groups + 1) if groups % d == 0), key=lambda d: abs(d - c.algo.minibatches))
+        yield (
+            "algo.minibatches",
+            f"does not divide the {groups} groups of a batch (whole groups stay together); the nearest that does is {fitting}",
+        )
     room = c.policy.row_tokens - r.max_prompt_tokens
     if r.max_tokens > room:
         fix = f"at most {room} fit" if room > 0 else f"set policy.row_tokens to {r.max_prompt_tokens + r.max_tokens} or more"
@@ -206,7 +213,7 @@ def _problems(c: DictConfig) -> Iterator[tuple[str, str]]:
 LEAST = {
     "rollout.batch_size": 2, "rollout.group_size": 2, "rollout.max_tokens": 1, "rollout.max_prompt_tokens": 1,
     "rollout.top_k": 0, "rollout.max_replacements": 0, "rollout.reward_workers": 1, "engine.slots": 1, "policy.row_tokens": 2,
-    "policy.max_bad_steps": 1, "sft.steps": 0, "sft.batch_size": 1, "sft.checkpoint_every": 0, "rl.steps": 0,
+    "policy.max_bad_steps": 1, "sft.steps": 0, "sft.batch_size": 1, "sft.checkpoint_every": 0, "rl.steps": 0, "algo.minibatches": 1,
     "rl.checkpoint_every": 1, "rl.keep_checkpoints": 1, "rl.eval_every": 0, "eval.temperature": 0, "eval.samples": 1,
     "eval.max_tasks": 0, "threads": 0, "seed": 0, "sft.optimizer.warmup_steps": 0, "rl.optimizer.warmup_steps": 0,
     "sft.optimizer.weight_decay": 0, "rl.optimizer.weight_decay": 0, "model.tiny.layers": 1, "model.tiny.heads": 1,

@@ -26,6 +26,7 @@ BAD = [
     ([REVERSE, "policy.layout=tree"], "policy.layout=tree (command line): Invalid value 'tree', expected one of [auto, padded, packed, trees]"),
     ([REVERSE, "rollout.group_size=15"], "does not divide rollout.batch_size=128; the nearest that does is 16"),
     ([REVERSE, "rollout.batch_size=100"], "rollout.group_size=16 (conf/recipe/reverse.yaml): does not divide rollout.batch_size=100; the nearest that does is 20"),
+    ([REVERSE, "algo.minibatches=3"], "does not divide the 8 groups of a batch (whole groups stay together); the nearest that does is 2"),
     ([REVERSE, "rollout.group_size=1"], "rollout.group_size=1 (command line): must be at least 2"),
     ([REVERSE, "rollout.max_tokens=4000"], "is longer than a row of policy.row_tokens=2048; at most "),
     ([REVERSE, "policy.row_tokens=16"], "set policy.row_tokens to"),

@@ -19,7 +19,7 @@ from hybrid_rl.rollout.store import read_rollouts
 
 SMALL = [
     "+recipe=reverse", "sft.steps=20", "sft.checkpoint_every=8", "rl.steps=6", "rl.checkpoint_every=2", "rl.eval_every=4",
-    "eval.max_tasks=8", "rollout.batch_size=16", "rollout.group_size=4", "rollout.max_tokens=24", "model.tiny.hidden_size=64",
+    "eval.max_tasks=8", "rollout.batch_size=16", "rollout.group_size=4", "rollout.max_tokens=24", "model.tiny.hidden_size=64", "algo.minibatches=2",
 ]  # fmt: skip
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 TIMES = {"seconds", "memory", "memory_gib", "tokens_per_second"}
