@@ -106,6 +106,14 @@ def test_mismatch_and_versions(whole):
         assert r["versions"] == [(2, sum(r["loss_mask"]))]  # step 3 samples from what two updates made
 
 
+def test_a_batch_is_used_for_one_optimizer_step_a_minibatch(whole):
+    """algo.minibatches=2: the groups of a step in two shares, or in one where there was only one group with a signal."""
+    trained = [{r["group_id"] for r in rows if r["trained"]} for name, rows in rollouts(whole[0]).items() if name.startswith("step_")]
+    expected = sum(min(2, len(groups)) for groups in trained)
+    state = json.loads((run_folder(whole[0]) / "checkpoints" / "rl_000006" / "state.json").read_text())
+    assert state["optimizer"]["steps"] == expected > 6
+
+
 def test_the_final_model_is_an_ordinary_folder(whole):
     folder = run_folder(whole[0])
     model = AutoModelForCausalLM.from_pretrained(folder / "final")
