@@ -9,9 +9,8 @@ import sys
 from pathlib import Path
 
 SENTENCE = re.compile(r"[a-z][a-z ',]*[a-z]")
-UNFIT = re.compile(
-    r"rape|nigg|whor|slut|fuck|shit|\bpee\b|piss|negro|jew|\bsex|incest|murder|suicid|genital|breast|nude|naked|slave|kill|fag"
-)
+# For a first look at a demo: leaves out a few words, and innocent ones that contain them.
+UNFIT = re.compile(r"rape|nigg|shit|\bpee\b|jew|\bsex|murder|suicid|breast|nude|naked|slave|kill|fag")
 
 
 def sentences(folder: Path) -> list[str]:
