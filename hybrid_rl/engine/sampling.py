@@ -32,7 +32,7 @@ def sample(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor,
     else:
         cumulative = _filtered(logprobs.exp(), sampling).cumsum(-1)
         # right=True: the first entry whose cumulative exceeds the target, so an entry of probability 0 is never drawn
-        target = torch.minimum(uniform[:, None] * cumulative[:, -1:], torch.nextafter(cumulative[:, -1:], torch.zeros(())))
+        target = torch.minimum(uniform[:, None] * cumulative[:, -1:], torch.nextafter(cumulative[:, -1:], cumulative.new_zeros(())))
         ids = torch.searchsorted(cumulative, target, right=True)
     return ids[:, 0], logprobs.gather(-1, ids)[:, 0]
 
