@@ -197,7 +197,7 @@ def _finish(s: Session, seconds: float) -> None:
     report = write_report(s.folder)
     s.console.heading("Done")
     course = " → ".join(f"{name} {value:.3f}" for name, value in s.evaluations.items() if name != "step")
-    s.console.say(f"evaluation reward: {course}   ({seconds:.0f} s in all)")
+    s.console.say(f"evaluation reward: {course}   ({seconds:.0f} s {'since it was resumed' if s.resumed else 'in all'})")
     s.console.say(f"report:  {report}")
     s.console.say(f"samples: {s.folder / 'samples.md'}")
     s.console.say(f"model:   {s.folder / 'final'}")
