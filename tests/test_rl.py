@@ -1,0 +1,90 @@
+"""The loop itself: the order of its phases, and what a step does when there is nothing to learn from."""
+
+import torch
+
+from hybrid_rl import checkpoint
+from hybrid_rl.config import Config, EvalConfig, OptimizerConfig, RlConfig, RolloutConfig
+from hybrid_rl.console import Console
+from hybrid_rl.data import TaskSets
+from hybrid_rl.engine.local import LocalEngine
+from hybrid_rl.metrics import Metrics
+from hybrid_rl.policy.model import Policy
+from hybrid_rl.rl import train_rl
+from hybrid_rl.rollout.reward import Scorer
+from hybrid_rl.session import Session
+from hybrid_rl.types import Task
+
+
+class Recorder(LocalEngine):
+    """The real engine, and a list of what was asked of it; it also notes when the policy's weights changed between two calls."""
+
+    def __init__(self, policy: Policy):
+        super().__init__(policy.model, policy.end_ids(), 16, 64)
+        self.calls: list[str] = []
+        self._seen = self._sum()
+
+    def _sum(self) -> float:
+        return sum(float(p.detach().double().abs().sum()) for p in self.model.parameters())
+
+    def note(self, call: str) -> None:
+        if self._sum() != self._seen:
+            self.calls.append("(weights changed)")
+            self._seen = self._sum()
+        self.calls.append(call)
+
+    def generate(self, requests, sampling):
+        self.note(f"generate v{self.version}")
+        return super().generate(requests, sampling)
+
+    def sleep(self, tags=("kv_cache",)):
+        self.note(f"sleep {'+'.join(tags)}")
+        return super().sleep(tags)
+
+    def wake(self, tags=("kv_cache",)):
+        self.note(f"wake {'+'.join(tags)}")
+        super().wake(tags)
+
+    def set_version(self, version):
+        self.note(f"version {version}")
+        super().set_version(version)
+
+
+def session(policy, tmp_path, reward: str, **rl) -> Session:
+    tasks = {name: [Task(f"{name}{i}", ({"role": "user", "content": "x" * (i + 1)},), str(i)) for i in range(8)] for name in ("rl", "eval")}
+    config = Config(
+        rollout=RolloutConfig(batch_size=4, group_size=2, max_tokens=6, max_prompt_tokens=40, max_replacements=1),
+        rl=RlConfig(checkpoint_every=10, optimizer=OptimizerConfig(lr=1e-3), **rl),
+        eval=EvalConfig(max_tasks=2),
+    )
+    scorer = Scorer({"_target_": f"tests.rewards.{reward}"}, workers=1, timeout=5)
+    metrics = Metrics(tmp_path / "metrics.jsonl")
+    return Session(config, tmp_path, policy, Recorder(policy), TaskSets([], tasks["rl"], tasks["eval"]), scorer, metrics, Console())
+
+
+def test_the_order_of_a_steps_phases(policy, tmp_path):
+    """Sleep before the update; weights awake before they are handed over, the KV cache last; evaluation takes the same path."""
+    s = session(policy, tmp_path, "hash_of_answer", steps=2, eval_every=1)
+    try:
+        train_rl(s)
+    finally:
+        s.scorer.close()
+    hand_over = ["wake weights", "version {}", "wake kv_cache"]
+    step = ["generate v{}", "sleep kv_cache", "(weights changed)"]
+    evaluation = ["generate v{}", "sleep kv_cache", "wake kv_cache"]
+    expected = [c.format(0) for c in (*hand_over, *step)] + [c.format(1) for c in (*hand_over, *evaluation, *step)]
+    assert s.engine.calls == expected + [c.format(2) for c in hand_over]
+    assert s.version == s.engine.version == 2
+
+
+def test_a_step_without_any_signal_changes_nothing_and_says_so(policy, tmp_path, capsys):
+    before = [p.detach().clone() for p in policy.model.parameters()]
+    s = session(policy, tmp_path, "constant", steps=1)
+    try:
+        train_rl(s)
+    finally:
+        s.scorer.close()
+    assert all(torch.equal(a, b) for a, b in zip(before, policy.model.parameters(), strict=True))
+    line = capsys.readouterr().out
+    assert "4 silent groups replaced" in line
+    assert "2 groups missing" in line
+    assert checkpoint.latest(tmp_path / "checkpoints").state["optimizer"]["steps"] == 0
