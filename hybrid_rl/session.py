@@ -39,7 +39,8 @@ class Session:
     resumed: checkpoint.Checkpoint | None = None
     version: int = 0  # of the policy's weights: the number of RL updates they have seen
     evaluations: dict[str, float] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)  # of what has ended; a resumed run's go on
+    running: dict[str, float] = field(default_factory=dict)  # when what goes on now began
 
     @property
     def layout(self) -> Layout:
@@ -51,9 +52,15 @@ class Session:
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
+        self.running[name] = time.perf_counter()
         yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+        self.seconds[name] = self.spent()[name]
+        del self.running[name]
+
+    def spent(self) -> dict[str, float]:
+        """Seconds by stage so far, what still goes on included."""
+        now = time.perf_counter()
+        return self.seconds | {name: self.seconds.get(name, 0.0) + now - began for name, began in self.running.items()}
 
     def save_rollouts(
         self, name: str, groups: Sequence[Group], advantages: Mapping[tuple[int, int], float] = MappingProxyType({}),
@@ -65,7 +72,7 @@ class Session:
 
     def save_checkpoint(self, stage: str, step: int, optimizer: Optimizer | None, **state: object) -> None:
         """Everything a later process needs to go on from here, the metrics written so far included."""
-        shared = {"version": self.version, "metrics_lines": self.metrics.lines, "evaluations": self.evaluations, "seconds": self.seconds}
+        shared = {"version": self.version, "metrics_lines": self.metrics.lines, "evaluations": self.evaluations, "seconds": self.spent()}
         root, keep = self.folder / "checkpoints", self.config.rl.keep_checkpoints
         with self.timed("checkpoint"):
             checkpoint.save(root, stage, step, self.policy, optimizer, {**shared, **state}, keep)

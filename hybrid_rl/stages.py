@@ -23,7 +23,7 @@ from hybrid_rl.data import DataError, load_task_sets
 from hybrid_rl.doctor import cores, machine, versions
 from hybrid_rl.engine.base import EngineError
 from hybrid_rl.evaluate import evaluate
-from hybrid_rl.files import write_json, write_text
+from hybrid_rl.files import FolderInUse, alone_in, write_json, write_text
 from hybrid_rl.handover import hand_over
 from hybrid_rl.metrics import Metrics
 from hybrid_rl.plan import print_plan
@@ -37,7 +37,7 @@ from hybrid_rl.session import Session, make_engine
 from hybrid_rl.sft import train_sft
 
 # What ends a run with one line instead of a traceback: the line says what to do.
-EXPECTED = (ModelError, DataError, RewardError, EngineError, CheckpointError, TrainingDiverged)
+EXPECTED = (ModelError, DataError, RewardError, EngineError, CheckpointError, TrainingDiverged, FolderInUse)
 TINY_PARAMETERS = 10_000_000  # below this, more threads than one cost more than they give
 
 
@@ -63,15 +63,17 @@ def run(config: Config, folder: Path) -> int:
 
 def _train(config: Config, folder: Path, console: Console) -> None:
     started = time.perf_counter()
-    resumed = _resume_point(config, folder)
-    scorer = Scorer(config.reward, config.rollout.reward_workers, config.rollout.reward_timeout)
-    try:
-        session = _build(config, folder, console, scorer, resumed)
-        _introduce(session)
-        _stages(session)
-        _finish(session, time.perf_counter() - started)
-    finally:
-        scorer.close()
+    with alone_in(folder):
+        resumed = _resume_point(config, folder)
+        scorer = Scorer(config.reward, config.rollout.reward_workers, config.rollout.reward_timeout)
+        try:
+            session = _build(config, folder, console, scorer, resumed)
+            session.running["total"] = started
+            _introduce(session)
+            _stages(session)
+            _finish(session)
+        finally:
+            scorer.close()
 
 
 def _stages(s: Session) -> None:
@@ -177,7 +179,7 @@ def _flat(node: object, prefix: str = "") -> dict[str, object]:
     return {key: value for name, child in node.items() for key, value in _flat(child, f"{prefix}{name}.").items()}
 
 
-def _finish(s: Session, seconds: float) -> None:
+def _finish(s: Session) -> None:
     """Export the model, write summary and report, say where they lie. The summary comes last: it marks a finished run."""
     with s.timed("export"), tempfile.TemporaryDirectory(dir=s.folder) as temporary:
         s.policy.export(Path(temporary) / "final")
@@ -188,7 +190,7 @@ def _finish(s: Session, seconds: float) -> None:
     summary = {
         "name": s.config.name, "seed": s.config.seed,
         **{f"eval/{name}": s.evaluations.get(name) for name in ("base", "sft", "rl")},
-        "seconds": {**s.seconds, "total": seconds},
+        "seconds": s.spent(),
         "versions": versions(), "machine": machine(),
         "model": {"path": s.config.model.path or "embedded tiny Qwen3", "parameters": s.policy.parameter_count()},
         "engine": {**asdict(s.engine.stats), "cache_hit_rate": s.engine.stats.cache_hit_rate},
@@ -197,7 +199,7 @@ def _finish(s: Session, seconds: float) -> None:
     report = write_report(s.folder)
     s.console.heading("Done")
     course = " → ".join(f"{name} {value:.3f}" for name, value in s.evaluations.items() if name != "step")
-    s.console.say(f"evaluation reward: {course}   ({seconds:.0f} s {'since it was resumed' if s.resumed else 'in all'})")
+    s.console.say(f"evaluation reward: {course}   ({s.spent()['total']:.0f} s in all)")
     s.console.say(f"report:  {report}")
     s.console.say(f"samples: {s.folder / 'samples.md'}")
     s.console.say(f"model:   {s.folder / 'final'}")

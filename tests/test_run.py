@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from hybrid_rl.files import alone_in
 from hybrid_rl.rollout.store import read_rollouts
 
 SMALL = [
@@ -191,6 +192,16 @@ def test_more_steps_continue_a_finished_run_by_its_folder(whole, tmp_path):
     assert "step 7/7" in output
     assert "step 6/" not in output
     assert [line["step"] for line in metrics(tmp_path) if line["stage"] == "rl"] == list(range(1, 8))
+    before, after = (json.loads((f / "summary.json").read_text())["seconds"] for f in (run_folder(whole[0]), folder))
+    assert after["rl"] > before["rl"]  # what the resumed run spent is added to what was spent before
+    assert after["sft"] == before["sft"]
+
+
+def test_two_processes_never_share_a_folder(whole, tmp_path):
+    folder = copied(whole, tmp_path)
+    with alone_in(folder):
+        assert f"another process is writing to {folder}" in run(tmp_path, f"resume={folder}", code=1)
+    assert not (folder / ".lock").exists()
 
 
 def test_a_dry_run_shows_the_plan_and_leaves_nothing(tmp_path):
