@@ -107,7 +107,7 @@ def test_a_full_disk_keeps_the_checkpoint_before_and_says_so(policy, tmp_path, m
     checkpoint.latest(tmp_path).restore_policy(policy)
 
 
-def test_a_failing_disk_while_replacing_an_old_checkpoint_of_the_same_step(policy, tmp_path):
+def test_a_checkpoint_of_the_same_step_is_replaced_whole(policy, tmp_path):
     """The folder of a step that is written again (a resumed run) is replaced whole."""
     save(tmp_path, policy, None, 1, attempt=1)
     save(tmp_path, policy, None, 1, attempt=2)

@@ -77,7 +77,7 @@ def rl(step: int, **changes: object) -> dict[str, object]:
     return {
         "stage": "rl", "step": step, "version": step, "reward": 0.5, "reward_std": 0.2, "length": 28.0, "truncated": 0.01, "entropy": 0.4,
         "mismatch_kl": 1e-9, "clip_fraction": 0.0, "grad_norm": 0.8, "lr": 1e-3, "tokens_per_second": 20000.0, "memory_gib": 0.7,
-        "silent_groups": 0, "replacement_rounds": 0, "reward_errors": 0, "stale": 0, "skipped": 0, "parts": {"similarity": 0.5},
+        "silent_groups": 0, "replacement_rounds": 0, "reward_errors": 0, "missing_groups": 0, "skipped": 0, "parts": {"similarity": 0.5},
         "seconds": seconds,
     } | changes  # fmt: skip
 
@@ -247,7 +247,18 @@ def test_a_step_recorded_again_after_a_resume_counts_once(tmp_path: Path) -> Non
 
 def test_values_that_are_no_numbers_leave_gaps_and_are_counted(tmp_path: Path) -> None:
     nan, infinite = float("nan"), float("inf")
-    odd = rl(2, reward=nan, reward_std=None, entropy=infinite, mismatch_kl=0.0, grad_norm="1", parts=None, seconds=None, skipped=1, stale=3)
+    odd = rl(
+        2,
+        reward=nan,
+        reward_std=None,
+        entropy=infinite,
+        mismatch_kl=0.0,
+        grad_norm="1",
+        parts=None,
+        seconds=None,
+        skipped=1,
+        missing_groups=3,
+    )
     bare: dict[str, object] = {"stage": "rl", "step": 4}
     evaluation: dict[str, object] = {"stage": "eval", "name": "base", "step": 0, "reward": None, "tasks": 0, "reward_errors": 2}
     write_metrics(tmp_path, [evaluation, rl(1), odd, rl(3), bare])
@@ -255,7 +266,7 @@ def test_values_that_are_no_numbers_leave_gaps_and_are_counted(tmp_path: Path) -
         file.write("[1]\nnull\n{\n\n" + json.dumps(rl(5)) + "\n")
     page = Page(write_report(tmp_path).read_text("utf-8"))
     for expected in (
-        "optimizer steps skipped", "rollouts discarded as stale", "rewards that failed in evaluations", "a metric that is not finite",
+        "optimizer steps skipped", "groups missing after the last replacement", "rewards that failed in evaluations", "a metric that is not finite",
         "3 unreadable lines", "Gradient norm",
     ):  # fmt: skip
         assert expected in page.text, expected

@@ -29,7 +29,7 @@ COUNTERS = {
     "silent_groups": "groups without a signal (all rewards equal)",
     "replacement_rounds": "rounds of replacing groups without a signal",
     "reward_errors": "rewards that failed",
-    "stale": "rollouts discarded as stale",
+    "missing_groups": "groups missing after the last replacement",
     "skipped": "optimizer steps skipped (non-finite gradient)",
 }
 
