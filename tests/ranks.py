@@ -1,0 +1,74 @@
+"""Runs a function on several gloo ranks: `on_ranks(3, function, arguments…)` gives what each rank returned.
+
+Workers are forked from a server process that has imported the heavy packages once, so that a run costs a moment.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hybrid_rl.ranks import Ranks
+
+TIMEOUT = 60.0  # seconds that a rank waits for the others, and the caller for all of them
+
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "transformers", "peft", "tests.conftest", "tests.ranks"])
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def on_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """[function(ranks, *arguments) of each rank]. Raises AssertionError with the first rank's traceback where one fails or hangs."""
+    with TemporaryDirectory() as folder:
+        pipes: list[tuple[Connection, Connection]] = [context.Pipe(duplex=False) for _ in range(world)]
+        store = str(Path(folder) / "store")
+        workers = [
+            context.Process(target=_worker, args=(Ranks(r, world, r, world), store, pipes[r][1], function, arguments)) for r in range(world)
+        ]
+        try:
+            for worker in workers:
+                worker.start()
+            for _, sender in pipes:
+                sender.close()
+            results: list[Any] = [None] * world
+            open_ = {receiver: r for r, (receiver, _) in enumerate(pipes)}
+            while open_:
+                ready = wait(list(open_), timeout=TIMEOUT + 30)
+                assert ready, f"ranks {sorted(open_.values())} hang"
+                for receiver in ready:
+                    rank = open_.pop(receiver)  # type: ignore[arg-type]
+                    try:
+                        ok, results[rank] = receiver.recv()  # type: ignore[union-attr]
+                    except EOFError:
+                        ok, results[rank] = False, "it died without a word"
+                    assert ok, f"rank {rank}: {results[rank]}"
+            return results
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.join(10)
+
+
+def _worker(ranks: Ranks, store: str, sender: Connection, function: Callable[..., Any], arguments: tuple) -> None:
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(store, ranks.world), rank=ranks.rank, world_size=ranks.world, timeout=timedelta(seconds=TIMEOUT)
+        )
+        result = (True, function(ranks, *arguments))
+        dist.barrier()
+    except BaseException:
+        result = (False, traceback.format_exc())
+    sender.send(result)
+    sender.close()
+    os._exit(0)  # without gloo's own shutdown, which now and then aborts
