@@ -1,8 +1,11 @@
 """Checkpoints: written beside their place, marked complete last, then renamed into it. No pickle anywhere.
 
-    checkpoints/rl_000010/  policy.safetensors  optimizer.safetensors  state.json  COMPLETE
+    checkpoints/rl_000010/  policy.00000-of-00002.safetensors     policy.00001-of-00002.safetensors
+                            optimizer.00000-of-00002.safetensors  optimizer.00001-of-00002.safetensors  state.json  COMPLETE
 
-COMPLETE lists every file with its size and CRC-32, so that a damaged checkpoint is found out instead of trained on.
+Each rank writes the rows it holds and reads the rows it needs, on as many ranks as there are then. A file's metadata says
+of each tensor which row is its first and the whole tensor's shape. COMPLETE lists every file with its size and CRC-32, so
+that a damaged checkpoint is found out instead of trained on. All functions but `complete` and `latest` are collective.
 """
 
 from __future__ import annotations
@@ -11,19 +14,25 @@ import json
 import os
 import shutil
 import zlib
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from hybrid_rl.files import write_json
 from hybrid_rl.policy.model import Policy
 from hybrid_rl.policy.optimizer import Optimizer
+from hybrid_rl.policy.sharding import local
+from hybrid_rl.ranks import Ranks
 
 MARKER = "COMPLETE"
+T = TypeVar("T")
 
 
 class CheckpointError(RuntimeError):
@@ -36,90 +45,190 @@ class Checkpoint:
 
     folder: Path
     state: dict[str, Any]
+    ranks: Ranks = field(default_factory=Ranks)  # those that restore: the policy, which comes first, says who they are
 
     def restore_policy(self, policy: Policy) -> None:
         """Bring back the weights. Raises CheckpointError for a damaged file, and for another model's."""
-        self._check_files()
-        weights = load_file(self.folder / "policy.safetensors")
-        own = _untied(policy)
-        if weights.keys() != own.keys() or any(weights[name].shape != own[name].shape for name in own):
-            raise CheckpointError(f"{self.folder} holds another model's weights")
-        with torch.no_grad():
-            for name, tensor in own.items():
-                tensor.copy_(weights[name])
+        self.ranks = policy.ranks
+        _together(self.ranks, f"{self.folder} could not be read", self._check_files)
+        _together(self.ranks, f"{self.folder} could not be read", lambda: self._fill("policy", policy.trainable))
 
     def restore_optimizer(self, optimizer: Optimizer) -> None:
-        tensors = load_file(self.folder / "optimizer.safetensors")
-        optimizer.restore(tensors, self.state["optimizer"]["steps"], self.state["optimizer"]["bad"])
+        """Bring back the moments. After restore_policy, which checks their files too."""
+        tensors = optimizer.blank()
+        found = _together(self.ranks, f"{self.folder} could not be read", lambda: self._fill("optimizer", tensors))[self.ranks.rank]
+        optimizer.restore({name: tensors[name] for name in found}, self.state["optimizer"])
 
     def _check_files(self) -> None:
-        for name, (size, crc) in json.loads((self.folder / MARKER).read_text()).items():
+        """Each rank checks its share of the files."""
+        listed = _read_json(self.folder / MARKER)
+        for name in sorted(listed)[self.ranks.rank :: self.ranks.world]:
             file = self.folder / name
-            if not file.is_file() or file.stat().st_size != size or _crc(file) != crc:
+            if not file.is_file() or _facts(file) != listed[name]:
                 raise CheckpointError(f"{file} is missing or damaged; delete {self.folder} to resume from the one before")
+        if extra := sorted(file.name for file in self.folder.glob("*.safetensors") if file.name not in listed):
+            raise CheckpointError(f"{self.folder / extra[0]} is not of this checkpoint; delete it")
+
+    def _fill(self, part: str, tensors: Mapping[str, Tensor]) -> list[str]:
+        """Copy this rank's rows into its tensors, in place; returns the names found. Moments may be absent: no step was taken yet."""
+        files = [self.folder / name for name in sorted(_read_json(self.folder / MARKER)) if name.startswith(f"{part}.")]
+        held: dict[str, dict[Path, range]] = {}
+        shapes: dict[str, list[int]] = {}
+        for file in files:
+            with safe_open(file, "pt") as shards:
+                for name, text in shards.metadata().items():
+                    first, shapes[name] = json.loads(text)
+                    held.setdefault(name, {})[file] = range(first, first + shards.get_slice(name).get_shape()[0])
+        if shapes != {name: list(tensor.shape) for name, tensor in tensors.items() if part == "policy" or name in shapes}:
+            raise CheckpointError(f"{self.folder} holds another model's weights")
+        if torn := sorted(name for name, pieces in held.items() if not tiles(pieces.values(), shapes[name][0] if shapes[name] else 1)):
+            raise CheckpointError(f"{self.folder / part}.*.safetensors do not hold every row of {torn[0]} once")
+        for file in files:
+            with safe_open(file, "pt") as shards, torch.no_grad():
+                for name in shards.keys():  # noqa: SIM118
+                    own, rows = _own(tensors[name])
+                    copy_rows(rows, own, shards.get_slice(name), held[name][file])
+        return list(held)
 
 
 def save(root: Path, stage: str, step: int, policy: Policy, optimizer: Optimizer | None, state: dict[str, Any], keep: int) -> None:
     """Write weights, moments and state, then remove what is older than the last `keep`.
 
-    Raises CheckpointError with the disk's own reason; the checkpoints before are untouched then.
+    Raises CheckpointError with the disk's own reason, on every rank; the checkpoints before are untouched then.
     """
-    final = root / f"{stage}_{step:06d}"
+    ranks, final = policy.ranks, root / f"{stage}_{step:06d}"
     temporary = root / f".{final.name}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        temporary.mkdir(parents=True)
-        save_file({name: tensor.contiguous() for name, tensor in _untied(policy).items()}, temporary / "policy.safetensors")
-        if optimizer is not None:
-            save_file(optimizer.tensors(), temporary / "optimizer.safetensors")
-            state = {**state, "optimizer": {"steps": optimizer.steps, "bad": optimizer.bad}}
+    parts: dict[str, Mapping[str, Tensor]] = {"policy": policy.trainable}
+    if optimizer is not None:
+        parts["optimizer"] = optimizer.tensors()
+        state = {**state, "optimizer": optimizer.state()}
+    mine = {part: {name: tensor for name, tensor in tensors.items() if _writes(tensor, ranks)} for part, tensors in parts.items()}
+    broken = f"checkpoint {final} could not be written, the one before is untouched"
+
+    def begin() -> bool:
+        if ranks.main:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+        return any(mine.values())
+
+    def publish() -> None:
         write_json(temporary / "state.json", {"stage": stage, "step": step, **state})
-        files = sorted(temporary.iterdir())
-        for file in files:
-            _sync(file)
-        write_json(temporary / MARKER, {file.name: [file.stat().st_size, _crc(file)] for file in files})
+        shards = {name: facts for files in written for name, facts in files.items()}
+        write_json(temporary / MARKER, {**shards, "state.json": _facts(temporary / "state.json")})
         _sync(temporary)
         shutil.rmtree(final, ignore_errors=True)
         os.replace(temporary, final)
         _sync(root)
-    except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(
-            f"checkpoint {final} could not be written ({error.strerror or error}); the one before is untouched"
-        ) from error
-    for old in complete(root)[:-keep]:
-        (old / MARKER).unlink()  # first: a half-deleted folder must not look complete
-        shutil.rmtree(old)
+
+    try:
+        writers = _together(ranks, broken, begin)
+        number = f"{ranks.rank:05d}-of-{sum(writers):05d}"  # the first replica's ranks are the first ranks
+        written = _together(ranks, broken, lambda: _write_shards(temporary, number, mine))
+        _together(ranks, broken, lambda: publish() if ranks.main else None)
+    except CheckpointError:
+        if ranks.main:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    _together(ranks, f"a checkpoint before {final} could not be removed", lambda: _prune(root, keep) if ranks.main else None)
 
 
 def complete(root: Path) -> list[Path]:
     """The complete checkpoints under `root`, oldest first."""
     found = [marker.parent for marker in root.glob(f"[!.]*/{MARKER}")] if root.is_dir() else []
-    return sorted(found, key=lambda folder: (_stage_order(folder), folder.name))
+    return sorted(found, key=lambda folder: (folder.name.startswith("rl_"), folder.name))
 
 
 def latest(root: Path) -> Checkpoint | None:
     """The newest complete checkpoint, or None where there is none."""
     folders = complete(root)
-    return Checkpoint(folders[-1], json.loads((folders[-1] / "state.json").read_text())) if folders else None
+    return Checkpoint(folders[-1], _read_json(folders[-1] / "state.json")) if folders else None
 
 
-def _stage_order(folder: Path) -> int:
-    return 1 if folder.name.startswith("rl_") else 0
+def chunk(rows: int, parts: int, index: int) -> range:
+    """The rows of one part, split as FSDP2 and torch.chunk do: the last parts may be smaller, or empty."""
+    size = -(-rows // parts)
+    return range(min(rows, size * index), min(rows, size * (index + 1)))
 
 
-def _untied(policy: Policy) -> dict[str, Tensor]:
-    """Weights by name, each memory once: of tied weights the first name."""
-    seen: dict[int, str] = {}
-    return {name: t for name, t in policy.model.state_dict().items() if seen.setdefault(t.data_ptr(), name) == name}
+def copy_rows(target: Tensor, own: range, source: Any, held: range) -> None:
+    """Copy the rows that `own`, those of `target`, and `held`, those of `source`, have in common: a file's slice reads no others."""
+    first, end = max(own.start, held.start), min(own.stop, held.stop)
+    if first < end:
+        target[first - own.start : end - own.start].copy_(source[first - held.start : end - held.start])
 
 
-def _crc(path: Path) -> int:
-    crc = 0
+def tiles(pieces: Iterable[range], rows: int) -> bool:
+    """Whether the pieces hold each of `rows` rows once."""
+    ordered = sorted((piece.start, piece.stop) for piece in pieces)
+    return [0, *(stop for _, stop in ordered)] == [*(start for start, _ in ordered), rows]
+
+
+def _own(tensor: Tensor) -> tuple[range, Tensor]:
+    """Which rows of a tensor this rank holds, and these rows themselves. A number is one row."""
+    rows = torch.atleast_1d(local(tensor.detach()))
+    if not isinstance(tensor, DTensor):
+        return range(len(rows)), rows
+    mesh, axis = tensor.device_mesh, tensor.placements.index(Shard(0))
+    own = chunk(tensor.shape[0], mesh.size(axis), mesh.get_local_rank(axis))
+    assert len(own) == len(rows), f"{len(rows)} rows are not {own} of {tensor.shape[0]}"
+    return own, rows
+
+
+def _writes(tensor: Tensor, ranks: Ranks) -> bool:
+    """Whether this rank writes its part of the tensor: of replicas the first one does."""
+    if not isinstance(tensor, DTensor):
+        return ranks.main
+    return all(placement.is_shard() or tensor.device_mesh.get_local_rank(axis) == 0 for axis, placement in enumerate(tensor.placements))
+
+
+def _write_shards(folder: Path, number: str, parts: dict[str, dict[str, Tensor]]) -> dict[str, list[int]]:
+    """Write this rank's files, where there is something to write; returns what COMPLETE says of them."""
+    written: dict[str, list[int]] = {}
+    for part, tensors in parts.items():
+        if tensors:
+            file, shards = folder / f"{part}.{number}.safetensors", {name: _own(tensor) for name, tensor in tensors.items()}
+            metadata = {name: json.dumps([own.start, list(tensors[name].shape)]) for name, (own, _) in shards.items()}
+            save_file({name: rows.contiguous() for name, (_, rows) in shards.items()}, file, metadata)
+            _sync(file)
+            written[file.name] = _facts(file)
+    return written
+
+
+def _together(ranks: Ranks, broken: str, function: Callable[[], T]) -> list[T]:
+    """What `function` gives on every rank. Where it fails on one, CheckpointError on all of them: no rank waits for another."""
+    value: Any = None
+    failed: CheckpointError | None = None
+    try:
+        value = function()
+    except CheckpointError as error:
+        failed = error
+    except Exception as error:
+        failed = CheckpointError(f"{broken}: {getattr(error, 'strerror', None) or f'{type(error).__name__}: {error}'}")
+        failed.__cause__ = error
+    ranks.agree(failed)
+    return ranks.all_gather(value)
+
+
+def _prune(root: Path, keep: int) -> None:
+    for old in complete(root)[:-keep]:
+        (old / MARKER).unlink()  # first: a half-deleted folder must not look complete
+        shutil.rmtree(old)
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is missing or damaged; delete {path.parent} to resume from the one before") from error
+
+
+def _facts(path: Path) -> list[int]:
+    """A file's size and CRC-32."""
+    size = crc = 0
     with path.open("rb") as file:
         while block := file.read(2**24):
-            crc = zlib.crc32(block, crc)
-    return crc
+            size, crc = size + len(block), zlib.crc32(block, crc)
+    return [size, crc]
 
 
 def _sync(path: Path) -> None:

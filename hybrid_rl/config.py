@@ -23,6 +23,25 @@ class LayoutKind(Enum):
     trees = "trees"  # a group's prompt once, its completions as branches
 
 
+class Precision(Enum):
+    auto = "auto"  # bfloat16 on a GPU, float32 on the CPU
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"  # with a loss scale that adapts
+
+
+class Offload(Enum):
+    none = "none"
+    optimizer = "optimizer"  # Adam's moments wait in host memory while the engine samples
+    all = "all"  # the parameters' shards too
+
+
+class Reference(Enum):
+    none = "none"
+    frozen = "frozen"  # a copy of the policy as it is when RL begins
+    base = "base"  # the policy without its LoRA adapters: no copy
+
+
 class Schedule(Enum):
     constant = "constant"
     linear = "linear"
@@ -72,7 +91,21 @@ class OptimizerConfig:
 
 
 @dataclass
+class LoraConfig:
+    """Train low-rank adapters W + (alpha / rank) · B A and leave the model's own weights as they are."""
+
+    rank: int = 0  # 0: train all weights
+    alpha: int = 32
+    targets: list[str] = field(default_factory=lambda: ["all-linear"])  # names of modules, or all-linear: every matrix but the head
+
+
+@dataclass
 class PolicyConfig:
+    dtype: Precision = Precision.auto  # of forward and backward; parameters and moments are float32 always
+    shard: int = 0  # ranks that share one copy of the parameters; 0: all of a node. Less than all: the groups are replicas
+    offload: Offload = Offload.none  # what waits in host memory while the engine samples
+    activation_checkpointing: bool = False  # keep only each layer's input, compute the rest again in backward
+    lora: LoraConfig = field(default_factory=LoraConfig)
     layout: LayoutKind = LayoutKind.auto
     row_tokens: int = 2048  # tokens of one packed row: what a forward/backward holds at a time
     max_bad_steps: int = 3  # steps in a row with a non-finite gradient before the run ends
@@ -85,6 +118,14 @@ class AlgoConfig:
     minibatches: int = 1  # AdamW steps a batch is used for, each on its share of the groups; 1 is exactly on-policy
     advantage: dict[str, Any] = field(default_factory=lambda: {"_target_": "hybrid_rl.algo.grpo.advantages"})
     loss: dict[str, Any] = field(default_factory=lambda: {"_target_": "hybrid_rl.algo.ppo_clip.loss"})
+    reference: Reference = Reference.none  # the model that the policy's distance is measured from
+    kl_coef: float = 0.0  # weight of that distance (k3, a token) in the loss; 0: it is only reported
+
+
+@dataclass
+class HandoverConfig:
+    bucket_mib: int = 512  # weights that are whole at a time on their way to an engine with memory of its own
+    verify: bool = False  # compare engine and policy after every handover; the first of a stage always is
 
 
 @dataclass
@@ -132,6 +173,8 @@ class Config:
     name: str = ""  # the recipe's name, set by the recipe
     seed: int = 0
     device: str = "auto"  # auto, cpu, cuda
+    ranks: int = 0  # processes that train together; 0: one for each visible GPU, one on the CPU
+    rank_timeout: float = 1800.0  # seconds that a rank waits for the others
     threads: int = 0  # CPU threads of torch; 0: one for tiny models, all cores otherwise
     output_dir: str = "outputs"
     resume: str = "never"  # never; auto: the newest unfinished run of this recipe, if any; or a run's folder
@@ -140,6 +183,7 @@ class Config:
     engine: EngineConfig = field(default_factory=EngineConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     algo: AlgoConfig = field(default_factory=AlgoConfig)
+    handover: HandoverConfig = field(default_factory=HandoverConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     data: dict[str, Any] = field(default_factory=dict)  # _target_: a function that returns hybrid_rl.data.TaskSets
     reward: dict[str, Any] = field(default_factory=dict)  # _target_: a function (completion, task) → reward

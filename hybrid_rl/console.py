@@ -13,10 +13,10 @@ Advance = Callable[..., None]
 
 
 class Console:
-    """Plain lines on standard output; a progress bar only in a terminal, where it leaves nothing behind."""
+    """Plain lines on standard output; a progress bar only in a terminal, where it leaves nothing behind. A quiet one says nothing."""
 
-    def __init__(self) -> None:
-        self._rich = RichConsole(highlight=False, soft_wrap=True)
+    def __init__(self, quiet: bool = False) -> None:
+        self._rich = RichConsole(highlight=False, soft_wrap=True, quiet=quiet)
 
     def say(self, text: str = "") -> None:
         self._rich.print(text, markup=False)
@@ -27,7 +27,7 @@ class Console:
     @contextmanager
     def progress(self, what: str, total: int) -> Iterator[Advance]:
         """Yields advance(count=1, note=""): call it as work is done."""
-        if not self._rich.is_terminal:
+        if self._rich.quiet or not self._rich.is_terminal:
             yield lambda count=1, note="": None
             return
         columns = (

@@ -13,8 +13,7 @@ from hybrid_rl.session import Session
 def evaluate(s: Session, name: str, step: int = 0) -> float:
     """Mean reward over the held-out tasks, with a random stream per task that is the same at every evaluation.
 
-    A reward that failed counts as 0 here, and is reported: leaving it out would flatter the mean. The engine must be
-    awake; its KV cache is given back at the end.
+    A reward that failed counts as 0 here, and is reported: leaving it out would flatter the mean. The engine must be awake.
     """
     config, rollout = s.config.eval, s.config.rollout
     tasks = list(s.tasks.eval)[: config.max_tasks or None]
@@ -25,8 +24,7 @@ def evaluate(s: Session, name: str, step: int = 0) -> float:
     ]
     sampling = Sampling(config.temperature, rollout.top_k, rollout.top_p, rollout.max_tokens)
     with s.timed("eval"), s.console.progress("evaluating", len(tasks) * config.samples) as advance:
-        errors = sample_groups(s.engine, groups, sampling, tokenizer, s.scorer, advance)
-    s.engine.sleep()
+        errors = sample_groups(s.engine, groups, sampling, tokenizer, s.scorer, s.ranks, advance)
     rollouts = [r for group in groups for r in group.rollouts]
     rewards = [r.reward or 0.0 for r in rollouts]
     reward = statistics.fmean(rewards)

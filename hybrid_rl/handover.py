@@ -1,4 +1,7 @@
-"""Policy to engine: the new weights reach the engine and its version moves on."""
+"""Whose turn it is with the device: the trainer's weights reach the engine, and the trainer takes its memory back.
+
+The two functions here are the only places where memory changes hands, in training and in evaluation alike.
+"""
 
 from __future__ import annotations
 
@@ -9,44 +12,77 @@ from torch import Tensor
 
 from hybrid_rl.engine.base import KV_CACHE, WEIGHTS, Engine
 from hybrid_rl.policy.model import Policy
+from hybrid_rl.policy.optimizer import Optimizer
+
+BUCKET_BYTES = 512 * 2**20
 
 
 class HandoverError(RuntimeError):
     """The engine's weights are not the policy's."""
 
 
-def hand_over(policy: Policy, engine: Engine, version: int, *, verify: bool = False, bucket_bytes: int = 512 * 2**20) -> int:
-    """Wake the engine's weights, bring the policy's in, then wake the KV cache; returns the bytes moved.
+def hand_over(
+    policy: Policy, engine: Engine, version: int, optimizer: Optimizer | None = None, *, verify: bool = False,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> int:  # fmt: skip
+    """Trainer → engine: wake the engine's weights, bring the policy's in, park what only the trainer needs, wake the KV cache last.
 
-    An engine that samples from the policy's own memory has nothing to move: a handover is a new version. `verify`
-    compares name by name afterwards and raises HandoverError for the first weight that differs.
+    Returns the bytes that this rank copied. An engine that samples from the policy's own parameters has nothing to copy: they are
+    unsharded in place. `verify` then compares name by name. Collective: an error on one rank is raised on all.
     """
     engine.wake([WEIGHTS])
-    weights = policy.model.state_dict()
-    moved = 0
-    if engine.shares(weights):
+    shared, moved = engine.shares(policy.sampler), 0
+    if shared:
+        policy.gather()
         engine.set_version(version)
     else:
-        moved = sum(tensor.nbytes for tensor in weights.values())
-        engine.update_weights(buckets(weights, bucket_bytes), version)
+        moved = _send(policy, engine, version, bucket_bytes)
     if verify:
-        theirs = engine.weights()
-        for name, tensor in weights.items():
-            if name not in theirs or not torch.equal(theirs[name].to(tensor.device), tensor.to(theirs[name].dtype)):
-                raise HandoverError(f"after the handover of version {version} the engine's {name} differs from the policy's")
+        _compare(policy, engine, version, bucket_bytes, merged=not shared)
+    policy.park()
+    if optimizer is not None:
+        optimizer.park()
     engine.wake([KV_CACHE])
     return moved
 
 
-def buckets(weights: dict[str, Tensor], size: int) -> Iterator[dict[str, Tensor]]:
-    """The weights in order, in buckets of about `size` bytes: at least one weight each, and no weight split."""
-    bucket: dict[str, Tensor] = {}
-    held = 0
-    for name, tensor in weights.items():
-        if bucket and held + tensor.nbytes > size:
+def take_back(policy: Policy, engine: Engine, optimizer: Optimizer | None = None) -> int:
+    """Engine → trainer: the KV cache goes, and weights that are whole only for the engine; then what was parked comes back.
+
+    Returns the bytes freed, which are free when this returns (engine and policy raise where they are not).
+    """
+    freed = engine.sleep([KV_CACHE, WEIGHTS])
+    freed += policy.reshard()
+    policy.unpark()
+    if optimizer is not None:
+        optimizer.unpark()
+    return freed
+
+
+def _send(policy: Policy, engine: Engine, version: int, bucket_bytes: int) -> int:
+    moved, problem = 0, None
+
+    def counted() -> Iterator[dict[str, Tensor]]:
+        nonlocal moved
+        for bucket in buckets:
+            moved += sum(tensor.nbytes for tensor in bucket.values())
             yield bucket
-            bucket, held = {}, 0
-        bucket[name] = tensor
-        held += tensor.nbytes
-    if bucket:
-        yield bucket
+
+    buckets = policy.buckets(engine.dtype, bucket_bytes)
+    try:
+        engine.update_weights(counted(), version)
+    except Exception as error:  # raised by agree(), after the others have got what they wait for
+        problem = error
+    for _ in buckets:  # the other ranks walk the sequence to its end, so this one does
+        pass
+    policy.ranks.agree(problem)
+    return moved
+
+
+def _compare(policy: Policy, engine: Engine, version: int, bucket_bytes: int, merged: bool) -> None:
+    theirs, wrong = engine.weights(), []
+    for bucket in policy.buckets(engine.dtype, bucket_bytes, merged):
+        wrong += [n for n, t in bucket.items() if n not in theirs or not torch.equal(theirs[n].to(t.device), t.to(theirs[n].dtype))]
+    policy.ranks.agree(
+        HandoverError(f"after the handover of version {version} the engine's {wrong[0]} differs from the policy's") if wrong else None
+    )

@@ -12,21 +12,27 @@ from hybrid_rl.files import atomic_file, plain
 class Metrics:
     """The run's metrics file. Lines are flushed as written; `lines` counts them, for the checkpoint."""
 
-    def __init__(self, path: Path, keep_lines: int = 0):
-        """Open for appending after the first `keep_lines` lines; what a killed run wrote past its checkpoint goes."""
-        self.path = path
+    def __init__(self, path: Path | None, keep_lines: int = 0):
+        """Open for appending after the first `keep_lines` lines; what a killed run wrote past its checkpoint goes.
+
+        None: count the lines and write none, as ranks other than the first do.
+        """
+        self.lines, self._file = keep_lines, None
+        if path is None:
+            return
         kept = path.read_bytes().splitlines(keepends=True)[:keep_lines] if keep_lines else []
         if len(kept) < keep_lines:
             raise ValueError(f"{path} has {len(kept)} lines, its checkpoint was written after {keep_lines}; the file was changed")
         with atomic_file(path) as file:
             file.write(b"".join(kept))
         self._file = path.open("a", encoding="utf-8")
-        self.lines = keep_lines
 
     def write(self, stage: str, **values: Any) -> None:
-        self._file.write(json.dumps({"stage": stage, **plain(values)}, ensure_ascii=False) + "\n")
-        self._file.flush()
         self.lines += 1
+        if self._file:
+            self._file.write(json.dumps({"stage": stage, **plain(values)}, ensure_ascii=False) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        if self._file:
+            self._file.close()

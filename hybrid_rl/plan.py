@@ -17,11 +17,12 @@ from hybrid_rl.doctor import machine
 from hybrid_rl.policy import tiny
 from hybrid_rl.policy.layout import first_fit_decreasing
 from hybrid_rl.policy.model import LOGIT_CHUNK_ELEMENTS, ModelError, pick_device
+from hybrid_rl.ranks import Ranks
 from hybrid_rl.rollout.reward import Scorer
 from hybrid_rl.session import choose_layout
 
 
-def print_plan(config: Config, console: Console) -> None:
+def print_plan(config: Config, console: Console, ranks: Ranks) -> None:
     """Raises the same errors a run would for a bad model folder, data set or reward."""
     device, r = pick_device(config.device), config.rollout
     with tempfile.TemporaryDirectory() as temporary:
@@ -46,7 +47,7 @@ def print_plan(config: Config, console: Console) -> None:
     here = machine()
     console.heading(f"Plan for recipe {config.name} (nothing is trained)")
     console.say(f"machine    {here['cpu']}, {here['cores']} cores, {here['memory_gib']:.0f} GiB; {here['gpu'] or 'no GPU'}")
-    console.say(f"ranks      1 ({device.type})")
+    console.say(f"ranks      {ranks.world} ({device.type})")
     console.say(f"engine     local: samples from the policy's own memory, {config.engine.slots} completions at a time")
     console.say(
         f"model      {config.model.path or 'embedded tiny Qwen3'}: {parameters:,} parameters, vocabulary {model_config.vocab_size:,}"

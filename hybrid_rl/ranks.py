@@ -7,14 +7,20 @@ train their share. Rank 0 writes files and speaks; what only it can know reaches
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from hybrid_rl.launch import launched
 
 T = TypeVar("T")
 
@@ -57,14 +63,14 @@ class Ranks:
                 outcome[1] = error
         dist.broadcast_object_list(outcome, src=0)
         if outcome[1] is not None:
-            raise outcome[1]
+            raise outcome[1] if self.main else _elsewhere(outcome[1])
         return outcome[0]
 
     def agree(self, error: Exception | None = None) -> None:
         """Raises on every rank where at least one brings an error: its own there, the first one's elsewhere."""
         errors = [e for e in self.all_gather(error) if e is not None]
         if errors:
-            raise error or errors[0]
+            raise error or _elsewhere(errors[0])
 
     def sum(self, values: Tensor) -> Tensor:
         """Element-wise sum over ranks, in place."""
@@ -72,18 +78,55 @@ class Ranks:
             dist.all_reduce(values)
         return values
 
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        """Around all work of several ranks: the one that fails prints its traceback and ends at once, and with that the run.
 
-def launched() -> bool:
-    """Whether torchrun, accelerate or another launcher started this process as one rank of several."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+        The others lose their connection to it, or were told of its error. That is no news: they leave it to the launcher to end
+        them, and speak only where it does not.
+        """
+        try:
+            yield
+        except Exception as error:
+            if self.world == 1:
+                raise
+            if isinstance(error, dist.DistError) or "gloo" in str(error) or ELSEWHERE in getattr(error, "__notes__", ()):
+                time.sleep(GRACE)
+            print(f"hybrid_rl: rank {self.rank} failed\n{traceback.format_exc()}", end="", file=sys.stderr)
+            _exit(1)
+
+    def leave(self, code: int) -> int:
+        """The end of the program: `code` with one rank. Of several, those of a good run end together, and here."""
+        if self.world == 1:
+            return code
+        if code == 0:
+            with suppress(RuntimeError):  # a rank that failed this late says so itself
+                self.all_gather(None)
+        _exit(code)
 
 
-def join(timeout: float) -> Ranks:
+GRACE = 5.0  # seconds that the launcher has to end a rank after another one failed
+ELSEWHERE = "(raised on another rank)"
+
+
+def _elsewhere(error: Exception) -> Exception:
+    error.add_note(ELSEWHERE)
+    return error
+
+
+def _exit(code: int) -> NoReturn:
+    """Without the destructors of process groups, which abort now and then when ranks end one after the other."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def join(timeout: float, device: str = "auto") -> Ranks:
     """Join the ranks that the launcher started (environment variables of torchrun); `timeout` s bound every later wait for the others."""
     if not launched():
         return Ranks()
     ranks = Ranks(*(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")))
-    gpu = torch.cuda.is_available()
+    gpu = device != "cpu" and torch.cuda.is_available()
     if gpu:
         torch.cuda.set_device(ranks.local_rank)
     dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=timedelta(seconds=timeout))

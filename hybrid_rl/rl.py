@@ -1,4 +1,4 @@
-"""The loop: sample, give the KV cache back, train, hand the weights over. Read it top to bottom; this is the system."""
+"""The loop: hand the weights over, sample, give the KV cache back, train. Read it top to bottom; this is the system."""
 
 from __future__ import annotations
 
@@ -7,56 +7,63 @@ from typing import Any
 
 import torch
 from hydra.utils import instantiate
+from torch import Tensor
 
 from hybrid_rl.console import step_line
 from hybrid_rl.evaluate import evaluate
-from hybrid_rl.handover import hand_over
+from hybrid_rl.handover import hand_over, take_back
 from hybrid_rl.memory import Phases
 from hybrid_rl.policy.optimizer import Optimizer
-from hybrid_rl.policy.update import Loss, update
+from hybrid_rl.policy.update import Loss, score, update
+from hybrid_rl.ranks import Ranks
+from hybrid_rl.reference import Reference, make_reference
 from hybrid_rl.rollout.collector import Batch, Collector
-from hybrid_rl.session import Session
+from hybrid_rl.session import Session, make_optimizer
 
 
 def train_rl(s: Session) -> None:
-    """rl.steps steps of synchronous GRPO. Goes on from a checkpoint of this stage where the session has one."""
+    """rl.steps steps of synchronous GRPO. Goes on from a checkpoint of this stage where the session has one.
+
+    Every rank runs this: it samples its share, and trains its share, of what all of them know.
+    """
     config, policy, engine = s.config.rl, s.policy, s.engine
     advantage_fn = instantiate(s.config.algo.advantage, _partial_=True)
     loss_fn = instantiate(s.config.algo.loss, _partial_=True)
-    updates = config.steps * s.config.algo.minibatches
-    optimizer = Optimizer(policy.model.parameters(), config.optimizer, updates, s.config.policy.max_bad_steps)
-    collector = Collector(engine, s.tasks.rl, policy.tokenizer, s.scorer, s.config.rollout, s.config.seed)
+    optimizer = make_optimizer(policy, config.optimizer, config.steps * s.config.algo.minibatches)
+    collector = Collector(engine, s.tasks.rl, policy.tokenizer, s.scorer, s.config.rollout, s.config.seed, s.ranks)
     start = s.resumed_step("rl")
     if s.resumed and start:
         s.resumed.restore_optimizer(optimizer)
         collector.restore(s.resumed.state["collector"])
+    reference = make_reference(s, start)
 
-    hand_over(policy, engine, s.version, verify=True)
     for step in range(start + 1, config.steps + 1):
         phases = Phases(policy.device)
+        with phases("handover"):
+            verify = s.config.handover.verify or step == start + 1
+            hand_over(policy, engine, s.version, optimizer, verify=verify, bucket_bytes=s.config.handover.bucket_mib * 2**20)
+        if config.eval_every and step > 1 and (step - 1) % config.eval_every == 0:
+            with phases("evaluate"):
+                evaluate(s, "step", step - 1)
         with phases("rollout"), s.console.progress(f"step {step}: sampling", s.config.rollout.batch_size) as advance:
             batch = collector.collect(advance)
         with phases("sleep"):
-            engine.sleep()
+            take_back(policy, engine, optimizer)
         with phases("update"):
             advantages = {(g.id, i): a for g in batch.groups for i, a in enumerate(advantage_fn(torch.tensor(g.rewards)).tolist())}
-            trained = train_on(s, optimizer, batch, advantages, loss_fn)
-        with phases("handover"):
+            trained = train_on(s, optimizer, batch, advantages, loss_fn, reference)
             s.version += 1
-            hand_over(policy, engine, s.version)
-        if config.eval_every and step % config.eval_every == 0 and step < config.steps:
-            with phases("evaluate"):
-                evaluate(s, "step", step)
-                engine.wake()
         s.save_rollouts(f"step_{step:04d}", batch.all_groups, advantages, {group.id for group in batch.groups})
-        values = {"step": step, "version": s.version, **rollout_metrics(batch), **trained, **phase_metrics(phases, batch)}
+        values = {"step": step, "version": s.version, **rollout_metrics(batch), **trained, **phase_metrics(phases, batch, s.ranks)}
         s.metrics.write("rl", **values)  # before the checkpoint, which counts its lines: a killed run loses and doubles none
         if step % config.checkpoint_every == 0 or step == config.steps:
             s.save_checkpoint("rl", step, optimizer, collector=collector.state())
         s.console.say(step_line(values, config.steps))
 
 
-def train_on(s: Session, optimizer: Optimizer, batch: Batch, advantages: dict[tuple[int, int], float], loss_fn: Loss) -> dict[str, float]:
+def train_on(
+    s: Session, optimizer: Optimizer, batch: Batch, advantages: dict[tuple[int, int], float], loss_fn: Loss, reference: Reference | None,
+) -> dict[str, float]:  # fmt: skip
     """One AdamW step for each minibatch of whole groups; nothing where every group was silent and no gradient is to be had.
 
     Statistics are means over the minibatches. Only the mismatch is of the first one: before the first step trainer and
@@ -64,15 +71,19 @@ def train_on(s: Session, optimizer: Optimizer, batch: Batch, advantages: dict[tu
     """
     c = s.config
     share = max(1, -(-len(batch.groups) // c.algo.minibatches))
+    minibatches = [[r for g in batch.groups[i : i + share] for r in g.rollouts] for i in range(0, len(batch.groups), share)]
+    how = (c.rollout.temperature, s.layout, c.policy.row_tokens)
+    reference_logprobs: list[Tensor | None] = [None] * len(minibatches)
+    if reference:
+        with reference.awake() as model:
+            reference_logprobs = [score(model, rollouts, *how) for rollouts in minibatches]
     results = []
-    for first in range(0, len(batch.groups), share):
-        rollouts = [r for group in batch.groups[first : first + share] for r in group.rollouts]
+    for rollouts, distant in zip(minibatches, reference_logprobs, strict=True):
         own = [advantages[r.group_id, r.index] for r in rollouts]
-        results.append(update(s.policy, optimizer, rollouts, own, loss_fn, c.rollout.temperature, s.layout, c.policy.row_tokens))
-    names = ("loss", "entropy", "mismatch_kl", "clip_fraction", "grad_norm", "lr", "skipped")
+        results.append(update(s.policy, optimizer, rollouts, own, loss_fn, *how, distant, c.algo.kl_coef))
     if not results:
-        return dict.fromkeys(names, 0.0)
-    means = {name: statistics.fmean(result[name] for result in results) for name in names}
+        return dict.fromkeys(("loss", "entropy", "mismatch_kl", "clip_fraction", "grad_norm", "lr", "skipped"), 0.0)
+    means = {name: statistics.fmean(result[name] for result in results) for name in results[0]}
     return {**means, "mismatch_kl": results[0]["mismatch_kl"], "skipped": sum(result["skipped"] for result in results)}
 
 
@@ -96,12 +107,14 @@ def rollout_metrics(batch: Batch) -> dict[str, Any]:
     }
 
 
-def phase_metrics(phases: Phases, batch: Batch) -> dict[str, Any]:
-    """Seconds and memory of each phase; tokens/s counts every sampled token over the whole step."""
+def phase_metrics(phases: Phases, batch: Batch, ranks: Ranks) -> dict[str, Any]:
+    """Seconds of each phase and memory around it, of the rank that took or held most; tokens/s counts every sampled token."""
     sampled = sum(r.sampled for group in batch.all_groups for r in group.rollouts)
+    everyone = ranks.all_gather(phases)
+    slowest = max(p.total for p in everyone)
     return {
-        "seconds": phases.seconds,
-        "memory": phases.memory,
-        "memory_gib": max(phases.memory.values()),
-        "tokens_per_second": sampled / phases.total,
+        "seconds": {name: max(p.seconds[name] for p in everyone) for name in phases.seconds},
+        "memory": {name: [max(p.memory[name][side] for p in everyone) for side in (0, 1)] for name in phases.memory},
+        "memory_gib": max(p.peak_gib for p in everyone),
+        "tokens_per_second": sampled / slowest,
     }

@@ -1,7 +1,9 @@
-"""Entry: compose → validate → stages (evaluate, sft, rl, evaluate) → report.
+"""Entry: compose → validate → start the ranks, where there are several → stages (evaluate, sft, rl, evaluate) → report.
 
 - train: python -m hybrid_rl.run +recipe=reverse
 - check everything, print the plan: python -m hybrid_rl.run +recipe=reverse dry_run=true
+- on two ranks: python -m hybrid_rl.run +recipe=reverse ranks=2
+- on ranks of another launcher: torchrun --nproc-per-node 2 -m hybrid_rl.run +recipe=reverse
 - sweep: python -m hybrid_rl.run +recipe=reverse -m seed=0,1,2
 - the resolved configuration: python -m hybrid_rl.run +recipe=reverse --cfg job
 - a recipe of your own, my_conf/recipe/mine.yaml: python -m hybrid_rl.run --config-dir my_conf +recipe=mine
@@ -9,12 +11,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from datetime import datetime
 from itertools import chain, count
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import hydra
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -24,23 +27,60 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from hybrid_rl.config import Config
+from hybrid_rl.launch import after_rank_0, end_with_launcher, launch, launched, world
 from hybrid_rl.validation import CONF, ConfigError, load, parse
+
+if TYPE_CHECKING:
+    from hybrid_rl.ranks import Ranks
 
 
 def main() -> int:
     """Check every job's settings before anything heavy loads, then let Hydra run them."""
+    global _ranks, _exit_code
+    if launched():
+        end_with_launcher()
     arguments = get_args_parser().parse_intermixed_args()
     sys.argv[1:] = [a for a in sys.argv[1:] if a not in arguments.overrides] + arguments.overrides  # -m may stand anywhere
     only_shows = arguments.help or arguments.hydra_help or arguments.info or arguments.cfg
     try:
-        for overrides in [] if only_shows else _jobs(arguments.overrides, arguments.multirun):
-            load([o for o in overrides if not o.startswith("hydra")], _own_folder())
+        if arguments.multirun and launched():
+            raise ConfigError("-m: a sweep starts the ranks of its jobs itself; run it without another launcher, with ranks=N")
+        jobs = [] if only_shows else _jobs(arguments.overrides, arguments.multirun)
+        configs = [load([o for o in overrides if not o.startswith("hydra")], _own_folder()) for overrides in jobs]
+        for config in configs:
+            _check_ranks(cast(Config, config))
+        if launched() and configs:
+            from hybrid_rl.ranks import join
+
+            _ranks = join(configs[0].rank_timeout, configs[0].device)
     except ConfigError as error:
+        after_rank_0()
         print(f"hybrid_rl: {error}", file=sys.stderr)
         return 2
     OmegaConf.register_new_resolver("run_folder", _run_folder, use_cache=True)
-    hydra.main(config_path=str(CONF), config_name="config", version_base="1.3")(_job)()
-    return _exit_code
+    try:
+        hydra.main(config_path=str(CONF), config_name="config", version_base="1.3")(_job)()
+    except KeyboardInterrupt:
+        _exit_code = 130
+    return _ranks.leave(_exit_code) if _ranks else _exit_code
+
+
+def _check_ranks(config: Config) -> None:
+    """Raises ConfigError where `ranks` contradicts the launcher, or the ranks of this machine need more GPUs than it has."""
+    if world() and config.ranks not in (0, world()):
+        raise ConfigError(f"ranks={config.ranks}: the launcher started {world()}; leave ranks out")
+    ranks = int(os.environ["LOCAL_WORLD_SIZE"]) if launched() else config.ranks
+    if ranks > 1 and config.device != "cpu":
+        gpus = _gpus(config)
+        if ranks > gpus and (gpus or config.device == "cuda"):
+            raise ConfigError(f"ranks={ranks}: torch sees {gpus} GPU(s) and each rank needs one; fewer ranks, or device=cpu")
+
+
+def _gpus(config: Config) -> int:
+    """GPUs of this machine that ranks may use."""
+    import torch
+
+    return 0 if config.device == "cpu" else torch.cuda.device_count()
 
 
 def _jobs(overrides: list[str], sweep: bool) -> list[list[str]]:
@@ -55,6 +95,7 @@ def _own_folder() -> Path | None:
 
 
 _exit_code = 0
+_ranks: Ranks | None = None  # where a launcher started several, this program's own one included
 
 
 def _job(config: DictConfig) -> None:
@@ -62,19 +103,37 @@ def _job(config: DictConfig) -> None:
     global _exit_code
     hydra_config = HydraConfig.get()
     folder = Path(hydra_config.runtime.output_dir)
+    own = [f"--config-dir={_own_folder()}"] if _own_folder() else []
+    arguments = ["-m", "hybrid_rl.run", *own, *hydra_config.overrides.task, f"hydra.run.dir={_quoted(folder)}"]
     if hydra_config.mode == RunMode.MULTIRUN:
         print(f"\nsweep job {hydra_config.job.num}: {' '.join(hydra_config.overrides.task)}", flush=True)
-        own = [f"--config-dir={_own_folder()}"] if _own_folder() else []
-        command = [sys.executable, "-m", "hybrid_rl.run", *own, *hydra_config.overrides.task, f"hydra.run.dir={folder}"]
-        if subprocess.run(command, check=False).returncode:
+        if subprocess.run([sys.executable, *arguments], check=False).returncode:
             _exit_code = 1  # the other jobs still run
         return
-    from hybrid_rl.stages import run  # torch loads here, after every setting was checked
+    job = cast(Config, OmegaConf.to_object(config))
+    ranks = world() or job.ranks or _gpus(job) or 1  # torch loads here, after every setting was checked
+    if ranks > 1 and not _ranks:
+        _exit_code = launch(ranks, arguments)
+        return
+    from hybrid_rl.ranks import Ranks
+    from hybrid_rl.stages import run
 
-    _exit_code = run(cast(Config, OmegaConf.to_object(config)), folder)
+    here = _ranks or Ranks()
+    with here.failing():
+        _exit_code = run(job, folder, here)
+
+
+def _quoted(folder: Path) -> str:
+    """For Hydra's grammar, to which commas, brackets and = mean something."""
+    return "'" + str(folder).replace("'", "\\'") + "'"
 
 
 def _run_folder(output_dir: str, name: str, resume: str, dry_run: bool) -> str:
+    """Rank 0 decides for all."""
+    return _ranks.from_main(lambda: _folder(output_dir, name, resume, dry_run)) if _ranks else _folder(output_dir, name, resume, dry_run)
+
+
+def _folder(output_dir: str, name: str, resume: str, dry_run: bool) -> str:
     """A new folder named by the time; or the one to resume: the newest of this recipe that did not reach its end."""
     if dry_run:
         return "."

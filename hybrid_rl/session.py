@@ -1,4 +1,7 @@
-"""What the stages of one run share: the policy, the engine, the tasks, the scorer, and where the run is written."""
+"""What the stages of one run share: the policy, the engine, the tasks, the scorer, and where the run is written.
+
+Every rank has one; rank 0's metrics, rollouts and lines are the ones that are written and shown.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from types import MappingProxyType
 import torch
 
 from hybrid_rl import checkpoint
-from hybrid_rl.config import Config, LayoutKind
+from hybrid_rl.config import Config, LayoutKind, Offload, OptimizerConfig
 from hybrid_rl.console import Console
 from hybrid_rl.data import TaskSets
 from hybrid_rl.engine.base import Engine
@@ -21,6 +24,7 @@ from hybrid_rl.metrics import Metrics
 from hybrid_rl.policy.layout import Layout
 from hybrid_rl.policy.model import Policy
 from hybrid_rl.policy.optimizer import Optimizer
+from hybrid_rl.ranks import Ranks
 from hybrid_rl.rollout.reward import Scorer
 from hybrid_rl.rollout.store import write_rollouts
 from hybrid_rl.types import Group
@@ -30,6 +34,7 @@ from hybrid_rl.types import Group
 class Session:
     config: Config
     folder: Path
+    model_folder: Path
     policy: Policy
     engine: Engine
     tasks: TaskSets
@@ -41,6 +46,10 @@ class Session:
     evaluations: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)  # of what has ended; a resumed run's go on
     running: dict[str, float] = field(default_factory=dict)  # when what goes on now began
+
+    @property
+    def ranks(self) -> Ranks:
+        return self.policy.ranks
 
     @property
     def layout(self) -> Layout:
@@ -67,11 +76,13 @@ class Session:
         trained: Collection[int] = (),
     ) -> None:  # fmt: skip
         """rollouts/<name>.parquet: advantages keyed by (group id, index), `trained` the ids of groups an update used."""
+        if not self.ranks.main:
+            return
         prompts = [str(self.policy.tokenizer.decode(g.rollouts[0].token_ids[: g.rollouts[0].prompt_length])) for g in groups]
         write_rollouts(self.folder / "rollouts" / f"{name}.parquet", groups, prompts, advantages, trained)
 
     def save_checkpoint(self, stage: str, step: int, optimizer: Optimizer | None, **state: object) -> None:
-        """Everything a later process needs to go on from here, the metrics written so far included."""
+        """Everything a later process needs to go on from here, the metrics written so far included. Collective."""
         shared = {"version": self.version, "metrics_lines": self.metrics.lines, "evaluations": self.evaluations, "seconds": self.spent()}
         root, keep = self.folder / "checkpoints", self.config.rl.keep_checkpoints
         with self.timed("checkpoint"):
@@ -87,4 +98,11 @@ def choose_layout(kind: LayoutKind, device: torch.device) -> Layout:
 def make_engine(config: Config, policy: Policy) -> Engine:
     """The embedded engine, which samples from the policy's own memory; so far `auto` and `local` both mean it."""
     capacity = config.rollout.max_prompt_tokens + config.rollout.max_tokens
-    return LocalEngine(policy.model, policy.end_ids(), config.engine.slots, capacity, policy.compute_dtype, policy.autocast)
+    return LocalEngine(policy.sampler, policy.end_ids(), config.engine.slots, capacity, policy.device, policy.dtype)
+
+
+def make_optimizer(policy: Policy, config: OptimizerConfig, steps: int) -> Optimizer:
+    """Of a stage with `steps` optimizer steps."""
+    settings = policy.settings
+    scaled, offload = policy.dtype == torch.float16, settings.offload != Offload.none
+    return Optimizer(policy.trainable, config, steps, settings.max_bad_steps, scaled=scaled, offload=offload)

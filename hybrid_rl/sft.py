@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from hybrid_rl.console import sft_line
 from hybrid_rl.data.render import demonstration
 from hybrid_rl.data.sampler import Sampler
-from hybrid_rl.policy.optimizer import Optimizer
 from hybrid_rl.policy.update import imitate
-from hybrid_rl.session import Session
+from hybrid_rl.session import Session, make_optimizer
 from hybrid_rl.types import Rollout
 
 LOG_EVERY = 10  # steps that one line of metrics.jsonl averages over
@@ -19,7 +18,7 @@ LOG_EVERY = 10  # steps that one line of metrics.jsonl averages over
 def train_sft(s: Session) -> None:
     """sft.steps supervised steps on the sft set. Goes on from a checkpoint of this stage where the session has one."""
     config, policy = s.config.sft, s.policy
-    optimizer = Optimizer(policy.model.parameters(), config.optimizer, config.steps, s.config.policy.max_bad_steps)
+    optimizer = make_optimizer(policy, config.optimizer, config.steps)
     examples = [demonstration(task, policy.tokenizer, s.config.rollout.max_prompt_tokens) for task in s.tasks.sft]
     curriculum = Curriculum(examples, config.curriculum * config.steps, s.config.seed)
     start, window = s.resumed_step("sft"), []

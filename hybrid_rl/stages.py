@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import tempfile
 import time
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
@@ -24,12 +24,14 @@ from hybrid_rl.doctor import cores, machine, versions
 from hybrid_rl.engine.base import EngineError
 from hybrid_rl.evaluate import evaluate
 from hybrid_rl.files import FolderInUse, alone_in, write_json, write_text
-from hybrid_rl.handover import hand_over
+from hybrid_rl.handover import HandoverError, hand_over, take_back
+from hybrid_rl.launch import after_rank_0
 from hybrid_rl.metrics import Metrics
 from hybrid_rl.plan import print_plan
 from hybrid_rl.policy import tiny
 from hybrid_rl.policy.model import ModelError, Policy, pick_device
 from hybrid_rl.policy.optimizer import TrainingDiverged
+from hybrid_rl.ranks import Ranks
 from hybrid_rl.report import write_report
 from hybrid_rl.rl import train_rl
 from hybrid_rl.rollout.reward import RewardError, Scorer
@@ -37,23 +39,25 @@ from hybrid_rl.session import Session, make_engine
 from hybrid_rl.sft import train_sft
 
 # What ends a run with one line instead of a traceback: the line says what to do.
-EXPECTED = (ModelError, DataError, RewardError, EngineError, CheckpointError, TrainingDiverged, FolderInUse)
+EXPECTED = (ModelError, DataError, RewardError, EngineError, HandoverError, CheckpointError, TrainingDiverged, FolderInUse)
 TINY_PARAMETERS = 10_000_000  # below this, more threads than one cost more than they give
 
 
-def run(config: Config, folder: Path) -> int:
-    """Train as configured, in `folder`; returns the process's exit code."""
-    console = Console()
+def run(config: Config, folder: Path, ranks: Ranks | None = None) -> int:
+    """Train as configured, in `folder`; returns the process's exit code. Every rank calls this."""
+    ranks = ranks or Ranks()
+    console = Console(quiet=not ranks.main)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     try:
         if config.dry_run:
-            print_plan(config, console)
+            print_plan(config, console, ranks)
         else:
-            _train(config, folder, console)
+            _train(config, folder, console, ranks)
     except EXPECTED as error:
-        console.say(f"hybrid_rl: {error}")
+        after_rank_0()  # an error of all ranks is said once
+        Console().say(f"hybrid_rl: {error}")
         return 1
     except KeyboardInterrupt:
         console.say("hybrid_rl: interrupted; the same command with resume=auto goes on from the last checkpoint")
@@ -61,19 +65,18 @@ def run(config: Config, folder: Path) -> int:
     return 0
 
 
-def _train(config: Config, folder: Path, console: Console) -> None:
+def _train(config: Config, folder: Path, console: Console, ranks: Ranks) -> None:
     started = time.perf_counter()
-    with alone_in(folder):
-        resumed = _resume_point(config, folder)
+    with ExitStack() as stack:
+        ranks.from_main(lambda: stack.enter_context(alone_in(folder)))
+        resumed = ranks.from_main(lambda: _resume_point(config, folder))
         scorer = Scorer(config.reward, config.rollout.reward_workers, config.rollout.reward_timeout)
-        try:
-            session = _build(config, folder, console, scorer, resumed)
-            session.running["total"] = started
-            _introduce(session)
-            _stages(session)
-            _finish(session)
-        finally:
-            scorer.close()
+        stack.callback(scorer.close)
+        session = _build(config, folder, console, scorer, resumed, ranks)
+        session.running["total"] = started
+        _introduce(session)
+        _stages(session)
+        _finish(session)
 
 
 def _stages(s: Session) -> None:
@@ -99,19 +102,22 @@ def _stages(s: Session) -> None:
 
 
 def _evaluate(s: Session, name: str, step: int = 0) -> None:
-    hand_over(s.policy, s.engine, s.version)
+    hand_over(s.policy, s.engine, s.version, bucket_bytes=s.config.handover.bucket_mib * 2**20)
     evaluate(s, name, step)
+    take_back(s.policy, s.engine)
 
 
-def _build(config: Config, folder: Path, console: Console, scorer: Scorer, resumed: checkpoint.Checkpoint | None) -> Session:
+def _build(
+    config: Config, folder: Path, console: Console, scorer: Scorer, resumed: checkpoint.Checkpoint | None, ranks: Ranks
+) -> Session:  # fmt: skip
     """Load everything the stages need; where a checkpoint is resumed, as it stood then."""
     device = pick_device(config.device)
     model_folder = Path(config.model.path) if config.model.path else folder / "base_model"
     if not config.model.path and resumed is None:
-        shutil.rmtree(model_folder, ignore_errors=True)  # what a run killed before its first checkpoint left
-        tiny.create(model_folder, config.model.tiny, config.seed)
-    policy = Policy.load(model_folder, device)
-    torch.set_num_threads(config.threads or (1 if policy.parameter_count() < TINY_PARAMETERS else cores()))
+        ranks.from_main(lambda: _make_tiny(model_folder, config))
+    policy = Policy.load(model_folder, device, config.policy, ranks)
+    threads = 1 if policy.parameter_count() < TINY_PARAMETERS else max(1, cores() // ranks.local_world)
+    torch.set_num_threads(config.threads or threads)
     torch.manual_seed(config.seed)
     r = config.rollout
     tasks = load_task_sets(
@@ -120,17 +126,22 @@ def _build(config: Config, folder: Path, console: Console, scorer: Scorer, resum
         sft_tasks=config.sft.batch_size if config.sft.steps else 0,
     )
     scorer.check()
-    (folder / "rollouts").mkdir(parents=True, exist_ok=True)
+    ranks.from_main(lambda: (folder / "rollouts").mkdir(parents=True, exist_ok=True))
     if resumed is None:
-        write_text(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
-    metrics = Metrics(folder / "metrics.jsonl", keep_lines=resumed.state["metrics_lines"] if resumed else 0)
-    session = Session(config, folder, policy, make_engine(config, policy), tasks, scorer, metrics, console, resumed)
+        ranks.from_main(lambda: write_text(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config))))
+    metrics = Metrics(folder / "metrics.jsonl" if ranks.main else None, keep_lines=resumed.state["metrics_lines"] if resumed else 0)
+    session = Session(config, folder, model_folder, policy, make_engine(config, policy), tasks, scorer, metrics, console, resumed)
     if resumed:
         resumed.restore_policy(policy)
         session.version, session.evaluations = resumed.state["version"], resumed.state["evaluations"]
         session.seconds = resumed.state["seconds"]
-        (folder / "summary.json").unlink(missing_ok=True)  # it marks a finished run, and this one goes on
+        ranks.from_main(lambda: (folder / "summary.json").unlink(missing_ok=True))  # it marks a finished run, and this one goes on
     return session
+
+
+def _make_tiny(folder: Path, config: Config) -> None:
+    shutil.rmtree(folder, ignore_errors=True)  # what a run killed before its first checkpoint left
+    tiny.create(folder, config.model.tiny, config.seed)
 
 
 def _introduce(s: Session) -> None:
@@ -139,8 +150,8 @@ def _introduce(s: Session) -> None:
     say(f"hybrid_rl · recipe {config.name} · seed {config.seed} · {s.folder}")
     say(f"machine: {here['cpu']}, {here['cores']} cores, {here['memory_gib']:.0f} GiB; {here['gpu'] or 'no GPU'}")
     say(
-        f"chosen:  device {s.policy.device.type}, {torch.get_num_threads()} thread(s), engine local (shares the policy's memory), "
-        f"layout {s.layout}, compute {str(s.policy.compute_dtype).removeprefix('torch.')}"
+        f"chosen:  {s.ranks.world} rank{'s' * (s.ranks.world > 1)} on {s.policy.device.type}, {torch.get_num_threads()} thread(s) each, "
+        f"engine local (samples from the policy's memory), layout {s.layout}, compute {str(s.policy.dtype).removeprefix('torch.')}"
     )
     say(f"model:   {config.model.path or 'embedded tiny Qwen3'}, {s.policy.parameter_count():,} parameters")
     say(f"tasks:   {len(s.tasks.sft):,} for SFT, {len(s.tasks.rl):,} for RL, {len(s.tasks.eval):,} held out")
@@ -170,7 +181,10 @@ def _resume_point(config: Config, folder: Path) -> checkpoint.Checkpoint | None:
     return found
 
 
-MAY_CHANGE = ("resume:", "output_dir:", "rl.steps:", "rl.checkpoint_every:", "rl.keep_checkpoints:", "rl.eval_every:")
+MAY_CHANGE = (
+    "resume:", "output_dir:", "rl.steps:", "rl.checkpoint_every:", "rl.keep_checkpoints:", "rl.eval_every:", "ranks:", "rank_timeout:",
+    "policy.shard:", "policy.offload:", "policy.activation_checkpointing:", "handover.",
+)  # fmt: skip
 
 
 def _flat(node: object, prefix: str = "") -> dict[str, object]:
@@ -181,17 +195,20 @@ def _flat(node: object, prefix: str = "") -> dict[str, object]:
 
 def _finish(s: Session) -> None:
     """Export the model, write summary and report, say where they lie. The summary comes last: it marks a finished run."""
-    with s.timed("export"), tempfile.TemporaryDirectory(dir=s.folder) as temporary:
-        s.policy.export(Path(temporary) / "final")
-        shutil.rmtree(s.folder / "final", ignore_errors=True)
-        os.replace(Path(temporary) / "final", s.folder / "final")
+    with s.timed("export"):
+        exported = s.folder / ".final"
+        s.ranks.from_main(lambda: _remove(exported))
+        s.policy.export(exported)
+        s.ranks.from_main(lambda: _put(exported, s.folder / "final"))
     s.metrics.close()
     s.engine.close()
+    if not s.ranks.main:
+        return
     summary = {
         "name": s.config.name, "seed": s.config.seed,
         **{f"eval/{name}": s.evaluations.get(name) for name in ("base", "sft", "rl")},
         "seconds": s.spent(),
-        "versions": versions(), "machine": machine(),
+        "versions": versions(), "machine": machine(), "ranks": s.ranks.world,
         "model": {"path": s.config.model.path or "embedded tiny Qwen3", "parameters": s.policy.parameter_count()},
         "engine": {**asdict(s.engine.stats), "cache_hit_rate": s.engine.stats.cache_hit_rate},
     }  # fmt: skip
@@ -203,3 +220,16 @@ def _finish(s: Session) -> None:
     s.console.say(f"report:  {report}")
     s.console.say(f"samples: {s.folder / 'samples.md'}")
     s.console.say(f"model:   {s.folder / 'final'}")
+
+
+def _put(exported: Path, final: Path) -> None:
+    """Rename the finished export, and the folder of its adapters, to where they are expected."""
+    for suffix in ("", "_adapter"):
+        made, wanted = (folder.with_name(folder.name + suffix) for folder in (exported, final))
+        if made.exists():
+            _remove(wanted)
+            os.replace(made, wanted)
+
+
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -48,7 +49,7 @@ def on_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list[
                 for receiver in ready:
                     rank = open_.pop(receiver)  # type: ignore[arg-type]
                     try:
-                        ok, results[rank] = receiver.recv()  # type: ignore[union-attr]
+                        ok, results[rank] = pickle.loads(receiver.recv_bytes())  # type: ignore[union-attr]  # noqa: S301
                     except EOFError:
                         ok, results[rank] = False, "it died without a word"
                     assert ok, f"rank {rank}: {results[rank]}"
@@ -69,6 +70,6 @@ def _worker(ranks: Ranks, store: str, sender: Connection, function: Callable[...
         dist.barrier()
     except BaseException:
         result = (False, traceback.format_exc())
-    sender.send(result)
+    sender.send_bytes(pickle.dumps(result))  # and not send(), which shares the memory of tensors with a process that is about to end
     sender.close()
     os._exit(0)  # without gloo's own shutdown, which now and then aborts

@@ -1,11 +1,13 @@
 """Checkpoints on the disk: whole or not there, damage found, the last N kept, no pickle."""
 
 import errno
+import json
 import os
 import pickle
 
 import pytest
 import torch
+from safetensors import SafetensorError, safe_open
 
 from hybrid_rl import checkpoint
 from hybrid_rl.checkpoint import CheckpointError
@@ -16,7 +18,7 @@ from hybrid_rl.policy.optimizer import Optimizer
 
 
 def trained(policy: Policy, steps: int = 2) -> Optimizer:
-    optimizer = Optimizer(policy.model.parameters(), OptimizerConfig(lr=1e-2), 10, 3)
+    optimizer = Optimizer(policy.trainable, OptimizerConfig(lr=1e-2), 10, 3)
     for step in range(steps):
         for index, p in enumerate(policy.model.parameters()):
             p.grad = torch.full_like(p, 0.1 * (step + 1) * (-1) ** index)
@@ -32,7 +34,7 @@ def test_weights_moments_and_state_come_back_bit_for_bit(policy, tiny_folder, tm
     optimizer = trained(policy)
     save(tmp_path, policy, optimizer, 7, version=7, note="ü")
     other = Policy.load(tiny_folder, torch.device("cpu"))
-    fresh = Optimizer(other.model.parameters(), OptimizerConfig(lr=1e-2), 10, 3)
+    fresh = Optimizer(other.trainable, OptimizerConfig(lr=1e-2), 10, 3)
     found = checkpoint.latest(tmp_path)
     found.restore_policy(other)
     found.restore_optimizer(fresh)
@@ -42,6 +44,7 @@ def test_weights_moments_and_state_come_back_bit_for_bit(policy, tiny_folder, tm
         assert torch.equal(tensor, other.model.state_dict()[name])
     for name, tensor in optimizer.tensors().items():
         assert torch.equal(tensor, fresh.tensors()[name])
+    assert fresh.tensors().keys() == optimizer.tensors().keys()
     assert fresh.steps == 2
     trained_on, continued = trained_once_more(policy, optimizer), trained_once_more(other, fresh)
     assert all(torch.equal(a, b) for a, b in zip(trained_on, continued, strict=True))
@@ -71,7 +74,7 @@ def test_an_incomplete_folder_does_not_count(policy, tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
-@pytest.mark.parametrize("file", ["policy.safetensors", "optimizer.safetensors", "state.json"])
+@pytest.mark.parametrize("file", ["policy.00000-of-00001.safetensors", "optimizer.00000-of-00001.safetensors", "state.json"])
 def test_damage_is_found_and_named(policy, tmp_path, file, damage):
     optimizer = trained(policy)
     save(tmp_path, policy, optimizer, 1)
@@ -93,13 +96,16 @@ def test_another_models_weights_are_refused(policy, folder_of, tmp_path):
         checkpoint.latest(tmp_path).restore_policy(Policy.load(folder_of("llama"), torch.device("cpu")))
 
 
-def test_a_full_disk_keeps_the_checkpoint_before_and_says_so(policy, tmp_path, monkeypatch):
+@pytest.mark.parametrize("target", ["hybrid_rl.checkpoint.os.fsync", "hybrid_rl.checkpoint.save_file"])
+def test_a_full_disk_keeps_the_checkpoint_before_and_says_so(policy, tmp_path, monkeypatch, target):
     save(tmp_path, policy, None, 1)
 
-    def full(*_):
+    def full(*_, **__):
+        if target.endswith("save_file"):
+            raise SafetensorError("I/O error: No space left on device (os error 28)")  # what safetensors makes of it
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("hybrid_rl.checkpoint.os.fsync", full)
+    monkeypatch.setattr(target, full)
     with pytest.raises(CheckpointError, match="No space left on device"):
         save(tmp_path, policy, None, 2)
     monkeypatch.undo()
@@ -112,6 +118,31 @@ def test_a_checkpoint_of_the_same_step_is_replaced_whole(policy, tmp_path):
     save(tmp_path, policy, None, 1, attempt=1)
     save(tmp_path, policy, None, 1, attempt=2)
     assert checkpoint.latest(tmp_path).state["attempt"] == 2
+
+
+def test_a_checkpoint_from_before_the_first_step_has_no_moments(policy, tmp_path):
+    save(tmp_path, policy, trained(policy, steps=0), 1)
+    found, fresh = checkpoint.latest(tmp_path), Optimizer(policy.trainable, OptimizerConfig(lr=1e-2), 10, 3)
+    found.restore_policy(policy)
+    found.restore_optimizer(fresh)
+    assert (fresh.tensors(), fresh.steps) == ({}, 0)
+
+
+@pytest.mark.parametrize("content", [None, b'{"stage": "r'])
+def test_a_state_that_cannot_be_read_is_named(policy, tmp_path, content):
+    save(tmp_path, policy, None, 1)
+    state = tmp_path / "rl_000001" / "state.json"
+    state.unlink() if content is None else state.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"state\.json is missing or damaged"):
+        checkpoint.latest(tmp_path)
+
+
+def test_a_file_says_which_rows_it_holds(policy, tmp_path):
+    save(tmp_path, policy, None, 1)
+    with safe_open(tmp_path / "rl_000001" / "policy.00000-of-00001.safetensors", "pt") as file:
+        assert {name: json.loads(text) for name, text in file.metadata().items()} == {
+            name: [0, list(p.shape)] for name, p in policy.trainable.items()
+        }
 
 
 def test_nothing_in_a_checkpoint_is_a_pickle(policy, tmp_path):

@@ -5,7 +5,7 @@ import torch
 
 from hybrid_rl.engine.base import Sampling
 from hybrid_rl.engine.local import LocalEngine
-from hybrid_rl.handover import HandoverError, buckets, hand_over
+from hybrid_rl.handover import HandoverError, hand_over
 from hybrid_rl.policy.model import Policy
 from hybrid_rl.types import Rollout
 
@@ -26,14 +26,14 @@ def test_shared_memory_needs_no_copy(policy):
     engine = engine_of(policy)
     assert hand_over(policy, engine, 3, verify=True) == 0
     assert engine.version == 3
-    assert engine.shares(policy.model.state_dict())
+    assert engine.shares(policy.sampler)
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 1024, 2**30])
 def test_every_bucket_size_gives_bit_equal_weights(pair, bucket_bytes):
     policy, engine = pair
     moved = hand_over(policy, engine, 1, verify=True, bucket_bytes=bucket_bytes)
-    assert moved == sum(t.nbytes for t in policy.model.state_dict().values())
+    assert moved == sum(t.nbytes for t in policy.parameters.values())
     for name, tensor in policy.model.state_dict().items():
         assert torch.equal(engine.weights()[name], tensor)
 
@@ -73,10 +73,9 @@ def test_verify_finds_a_single_wrong_value(pair):
 
 
 def test_buckets_hold_every_weight_once_and_respect_their_size(policy):
-    weights = policy.model.state_dict()
     for size in (1, 5000, 10**9):
-        made = list(buckets(weights, size))
-        assert [name for b in made for name in b] == list(weights)
+        made = list(policy.buckets(torch.float32, size))
+        assert [name for b in made for name in b] == list(policy.parameters)
         assert all(len(b) == 1 or sum(t.nbytes for t in b.values()) <= size for b in made)
 
 

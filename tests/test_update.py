@@ -54,13 +54,15 @@ def reference_gradient(policy, batch: list[Rollout]) -> dict[str, torch.Tensor]:
 class Recorder:
     """Stands where the optimizer does, and keeps the gradient instead of using it."""
 
+    scale = 1.0
+
     def __init__(self, model):
         self.model = model
 
     def step(self):
         self.gradient = {name: p.grad.clone() for name, p in self.model.named_parameters()}
         self.model.zero_grad()
-        return Optimizer([torch.nn.Parameter(torch.zeros(1))], OptimizerConfig(), 1, 1).step()
+        return Optimizer({"p": torch.nn.Parameter(torch.zeros(1))}, OptimizerConfig(), 1, 1).step()
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed", "trees"])
@@ -76,7 +78,7 @@ def test_gradient_equals_the_float64_textbook_in_every_layout_and_split(policy, 
 
 def test_one_step_moves_every_parameter_once(policy):
     before = copy.deepcopy(policy.model.state_dict())
-    optimizer = Optimizer(policy.model.parameters(), OptimizerConfig(lr=1e-3), 10, 3)
+    optimizer = Optimizer(policy.trainable, OptimizerConfig(lr=1e-3), 10, 3)
     update(policy, optimizer, rollouts(), ADVANTAGES, ppo_loss, 1.0, "trees", 2048)
     assert optimizer.steps == 1
     for name, tensor in policy.model.named_parameters():
@@ -128,7 +130,7 @@ def test_a_batch_without_sampled_tokens_changes_nothing_and_stays_finite(policy)
 
 def one_parameter(**config) -> tuple[torch.nn.Parameter, Optimizer]:
     parameter = torch.nn.Parameter(torch.ones(3))
-    return parameter, Optimizer([parameter], OptimizerConfig(**config), total_steps=10, max_bad_steps=3)
+    return parameter, Optimizer({"p": parameter}, OptimizerConfig(**config), total_steps=10, max_bad_steps=3)
 
 
 def test_a_millionth_still_moves_a_weight_of_one():

@@ -1,6 +1,6 @@
 from torch import Tensor
 
-from hybrid_rl.algo.ppo_clip import LOG_RATIO_LIMIT
+from hybrid_rl.algo.kl import k3
 
 
 def mismatch_kl(train_logprobs: Tensor, behaviour_logprobs: Tensor) -> Tensor:
@@ -8,5 +8,4 @@ def mismatch_kl(train_logprobs: Tensor, behaviour_logprobs: Tensor) -> Tensor:
 
     Zero when trainer and engine agree on the same weights; what is left is the two engines' numerical difference.
     """
-    log_ratio = (train_logprobs - behaviour_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    return log_ratio.expm1() - log_ratio  # expm1: exact near zero, where exp(x) − 1 cancels
+    return k3(behaviour_logprobs, train_logprobs)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from hybrid_rl.types import FinishReason
 
@@ -83,6 +84,7 @@ class Engine(Protocol):
 
     version: int  # of the weights that sample now; -1 before the first handover
     stats: EngineStats
+    dtype: torch.dtype  # of its weights: a handover casts to it
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
         """Completions as they finish. Raises EngineError for a request that cannot fit, or while asleep."""
@@ -96,14 +98,17 @@ class Engine(Protocol):
     def wake(self, tags: Iterable[str] = (KV_CACHE,)) -> None:
         """Take the tagged memory again; waking what is awake does nothing."""
 
-    def shares(self, weights: Mapping[str, Tensor]) -> bool:
-        """Whether the engine's weights are this very memory, so that a handover has nothing to move."""
+    def shares(self, module: nn.Module) -> bool:
+        """Whether the engine samples from this very module, so that a handover has nothing to copy."""
 
     def weights(self) -> dict[str, Tensor]:
         """The engine's weights by the names of the policy's state_dict, for comparison."""
 
     def update_weights(self, buckets: Iterable[dict[str, Tensor]], version: int) -> None:
-        """Copy new weights in. Raises EngineError for an unknown name, a wrong shape, or a name left out."""
+        """Copy new weights in; a bucket is read before the next one is asked for.
+
+        Raises EngineError for an unknown name, a wrong shape, or a name left out.
+        """
 
     def set_version(self, version: int) -> None:
         """New weights are in place (shared memory): forget everything computed under the old ones."""

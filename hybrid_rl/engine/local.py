@@ -10,13 +10,12 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hybrid_rl.engine.base import KV_CACHE, WEIGHTS, Completion, EngineError, EngineStats, Request, Sampling, append_version
@@ -62,19 +61,18 @@ class _Rows:
 class LocalEngine:
     """`slots` completions at a time, each of at most `capacity` tokens, prompt included.
 
-    `model` must be loaded with hybrid_rl's attention. The KV cache has the compute dtype; `autocast` gives the context
-    in which the trainer runs the same parameters.
+    `model` must be loaded with hybrid_rl's attention; its parameters, in `dtype` on `device`, need only be there while the
+    weights are awake. The KV cache has the same dtype.
     """
 
     def __init__(
-        self, model: PreTrainedModel, end_ids: frozenset[int], slots: int, capacity: int, dtype: torch.dtype = torch.float32,
-        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+        self, model: PreTrainedModel, end_ids: frozenset[int], slots: int, capacity: int, device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
     ):  # fmt: skip
         self.model, self.slots, self.capacity = model, slots, capacity
         self.version = -1
         self.stats = EngineStats()
-        self._autocast, self._dtype = autocast, dtype
-        self._device = next(model.parameters()).device
+        self.dtype, self._device = dtype, torch.device(device)
         self._ends = np.zeros(max(model.get_output_embeddings().weight.shape[0], max(end_ids) + 1), dtype=bool)  # [V]: ends a completion
         self._ends[list(end_ids)] = True
         self._cache: KVCache | None = None
@@ -184,11 +182,9 @@ class LocalEngine:
 
     def _forward(self, ids: Tensor, positions: Tensor, layout: object, keep: int | Tensor) -> Tensor:
         keep = keep.to(self._device) if isinstance(keep, Tensor) else keep
-        with self._autocast():
-            return self.model(
-                input_ids=ids.to(self._device), position_ids=positions.to(self._device), use_cache=False, layout=layout,
-                logits_to_keep=keep,
-            ).logits  # fmt: skip
+        return self.model(
+            input_ids=ids.to(self._device), position_ids=positions.to(self._device), use_cache=False, layout=layout, logits_to_keep=keep
+        ).logits
 
     def _take(self, first: int, logits: Tensor, sampling: Sampling) -> list[Completion]:
         """Sample the next token of rows first…, record it, and let the rows that end leave."""
@@ -234,7 +230,7 @@ class LocalEngine:
     def _allocate(self, prefill: Prefill) -> None:
         """The cache in full, once; the first prompt's keys and values tell each layer's heads and their size."""
         self._cache = KVCache(
-            self.slots, self.capacity, [k[0].shape for k in prefill.keys], [v[0].shape for v in prefill.values], self._dtype, self._device
+            self.slots, self.capacity, [k[0].shape for k in prefill.keys], [v[0].shape for v in prefill.values], self.dtype, self._device
         )
         self.stats.peak_kv_bytes = max(self.stats.peak_kv_bytes, self._cache.bytes)
 
@@ -263,9 +259,8 @@ class LocalEngine:
 
     # ---- weights --------------------------------------------------------------------------------------------------
 
-    def shares(self, weights: Mapping[str, Tensor]) -> bool:
-        own = self.weights()
-        return own.keys() == weights.keys() and all(own[name].data_ptr() == tensor.data_ptr() for name, tensor in weights.items())
+    def shares(self, module: nn.Module) -> bool:
+        return module is self.model
 
     def set_version(self, version: int) -> None:
         if self._rows.requests or self._waiting:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hybrid_rl.attention import AttentionLayout, Packed, Padded
 from hybrid_rl.policy.trees import Trees
+from hybrid_rl.ranks import Ranks
 from hybrid_rl.types import PackedBatch, Rollout
 
 Layout = Literal["padded", "packed", "trees"]
@@ -58,21 +59,54 @@ def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]
     return bins
 
 
-def pack(rollouts: Sequence[Rollout], layout: Layout, row_tokens: int) -> list[PackedBatch]:
-    """Rows of at most `row_tokens` tokens that together hold every rollout once. Raises where one does not fit a row."""
+def pack(rollouts: Sequence[Rollout], layout: Layout, row_tokens: int, ranks: Ranks | None = None) -> list[PackedBatch]:
+    """This rank's rows, of at most `row_tokens` tokens each; those of all ranks together hold every rollout once.
+
+    Every rank has the same number of rows, since forward and backward are collective: one with less to do gets rows without
+    sampled tokens, whose gradient is zero. Raises ValueError for a rollout that does not fit a row.
+    """
+    ranks = ranks or Ranks()
     starts = [0]
     for r in rollouts:
         starts.append(starts[-1] + r.sampled)
-    units = _trees(rollouts, row_tokens) if layout == "trees" else [_Unit(0, [i]) for i in range(len(rollouts))]
+    width = max((len(r.token_ids) for r in rollouts), default=0)
+    plans = [_plan(rollouts, part, layout, row_tokens, width) for part in share_out(rollouts, layout, ranks.world)]
+    trees, pad_to = layout == "trees", width if layout == "padded" else 0
+    rows = [_row(row, rollouts, starts, trees, pad_to) for row in plans[ranks.rank]]
+    return rows + [_idle_row()] * (max(map(len, plans)) - len(rows))
+
+
+def share_out(rollouts: Sequence[Rollout], layout: Layout, ranks: int) -> list[list[int]]:
+    """The rollouts' indices in one list a rank, of about equal numbers of tokens.
+
+    Trees: contiguous parts, so that at most ranks − 1 prompts are computed twice. Otherwise the longest first, each to the
+    rank with the least so far.
+    """
+    sizes = [len(r.token_ids) for r in rollouts]
+    parts: list[list[int]] = [[] for _ in range(ranks)]
+    if layout == "trees":
+        before, total = 0, sum(sizes)
+        for i, size in enumerate(sizes):
+            parts[min(ranks - 1, int((before + size / 2) * ranks / max(1, total)))].append(i)
+            before += size
+    else:
+        load = [0] * ranks
+        for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+            least = load.index(min(load))
+            parts[least].append(i)
+            load[least] += sizes[i]
+    return [sorted(part) for part in parts]
+
+
+def _plan(rollouts: Sequence[Rollout], part: list[int], layout: Layout, row_tokens: int, width: int) -> list[list[_Unit]]:
+    """The units of each row of one rank."""
+    units = _trees(rollouts, part, row_tokens) if layout == "trees" else [_Unit(0, [i]) for i in part]
     if layout == "padded":
-        width = max(len(r.token_ids) for r in rollouts)
         if width > row_tokens:
             raise ValueError(f"a sample of {width} tokens does not fit a row of {row_tokens}")
-        per_row = row_tokens // width
-        bins = [list(range(i, min(i + per_row, len(units)))) for i in range(0, len(units), per_row)]
-        return [_row([units[u] for u in b], rollouts, starts, pad_to=width) for b in bins]
-    bins = first_fit_decreasing([unit.tokens(rollouts) for unit in units], row_tokens)
-    return [_row([units[u] for u in b], rollouts, starts, trees=layout == "trees") for b in bins]
+        per_row = row_tokens // max(1, width)
+        return [units[i : i + per_row] for i in range(0, len(units), per_row)]
+    return [[units[u] for u in row] for row in first_fit_decreasing([unit.tokens(rollouts) for unit in units], row_tokens)]
 
 
 @dataclass(slots=True)
@@ -86,10 +120,10 @@ class _Unit:
         return self.shared + sum(len(rollouts[i].token_ids) - self.shared for i in self.members)
 
 
-def _trees(rollouts: Sequence[Rollout], row_tokens: int) -> list[_Unit]:
+def _trees(rollouts: Sequence[Rollout], part: list[int], row_tokens: int) -> list[_Unit]:
     """Neighbouring rollouts with one prompt become a tree; a tree that would outgrow a row is split, its prompt repeated."""
     units: list[_Unit] = []
-    for prompt, members in groupby(range(len(rollouts)), key=lambda i: rollouts[i].token_ids[: rollouts[i].prompt_length]):
+    for prompt, members in groupby(part, key=lambda i: rollouts[i].token_ids[: rollouts[i].prompt_length]):
         room = -1
         for i in members:
             size = len(rollouts[i].token_ids) - len(prompt)
@@ -131,3 +165,10 @@ def _row(units: list[_Unit], rollouts: Sequence[Rollout], starts: list[int], tre
     )  # fmt: skip
     as_tensor = lambda values: torch.tensor(values, dtype=torch.int64)  # noqa: E731
     return PackedBatch(as_tensor(ids), as_tensor(positions), attention, as_tensor(predict_at), as_tensor(targets), as_tensor(token_index))
+
+
+def _idle_row() -> PackedBatch:
+    """One token and nothing to predict: what a rank computes that has nothing to do."""
+    nothing = torch.zeros(0, dtype=torch.int64)
+    one = torch.zeros(1, dtype=torch.int64)
+    return PackedBatch(one, one, Packed([1]), nothing, nothing, nothing)

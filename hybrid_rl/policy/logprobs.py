@@ -21,7 +21,7 @@ def token_logprobs(hidden: Tensor, head: nn.Module, targets: Tensor, temperature
         logprobs = torch.log_softmax(logits if temperature == 1.0 else logits / temperature, dim=-1)
         with torch.no_grad():
             entropy = -(logprobs.exp() * logprobs).sum(-1)
-        return logprobs.gather(-1, targets[:, None])[:, 0], entropy
+        return logprobs.gather(-1, targets[:, None]).sum(-1), entropy  # sum: FSDP wants no view of what it returns
 
     logprobs, entropy = _in_chunks(one_chunk, hidden, targets, chunk)
     return logprobs, entropy

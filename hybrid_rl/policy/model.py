@@ -1,120 +1,264 @@
-"""The policy: a causal LM of transformers whose parameters the `local` engine samples from and the trainer updates."""
+"""A model in its role (policy, reference): a causal LM of transformers, sharded where there are several ranks."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_rl.attention import ATTENTION_NAME, Packed
+from hybrid_rl.config import Offload, PolicyConfig, Precision
+from hybrid_rl.memory import Parked
+from hybrid_rl.policy import lora
 from hybrid_rl.policy.logprobs import token_cross_entropy, token_logprobs
+from hybrid_rl.policy.sharding import Gathering, local, make_mesh, scatter, shard
+from hybrid_rl.ranks import Ranks
 from hybrid_rl.types import PackedBatch
 
 LOGIT_CHUNK_ELEMENTS = 64 * 2**20  # logits held at a time: 256 MiB of float32
+DTYPES = {Precision.float32: torch.float32, Precision.bfloat16: torch.bfloat16, Precision.float16: torch.float16}
+
+PerToken = Callable[[Tensor, nn.Module, Tensor], object]
 
 
 class ModelError(ValueError):
     """A model folder that cannot be used, with what to do about it."""
 
 
-class Policy:
-    """Float32 parameters; compute in float32 on the CPU and bfloat16 on a GPU.
+class _Scored(nn.Module):
+    """Hidden states and head in one module, so that FSDP keeps the head's parameters whole while chunks of logits are made."""
 
-    `model` is the plain transformers module. Hidden states and head are separate so that logits can be made in chunks.
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        self.model = model
+
+    def forward(self, row: PackedBatch, per_token: PerToken) -> object:
+        """`per_token(hidden [M, d], head, targets [M])` on the hidden states that predict the row's sampled tokens."""
+        hidden = _hidden(self.model, row.input_ids[None], row.position_ids[None], row.layout)
+        return per_token(hidden[0, row.predict_at], self.model.get_output_embeddings(), row.targets)
+
+
+class Policy:
+    """Float32 parameters; `dtype` is what forward and backward compute in.
+
+    On one rank in float32 `model` is a plain module. Otherwise its parameters are FSDP2 shards, and `sampler` is a second,
+    empty module for the engine: `gather` lends it the unsharded parameters, `reshard` takes them back.
+    `parameters` and `trainable` name the persistent ones, plain or sharded, each memory once.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, device: torch.device):
-        model.to(device)  # type: ignore[arg-type]
-        self.model = model.train()
-        self.tokenizer = tokenizer
-        self.device = device
-        self.compute_dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.head = model.get_output_embeddings()
-        self.chunk = max(1, LOGIT_CHUNK_ELEMENTS // self.head.weight.shape[0])
+    def __init__(
+        self, whole: PreTrainedModel | None, config: PreTrainedConfig, generation: GenerationConfig, tokenizer: PreTrainedTokenizerBase,
+        device: torch.device, settings: PolicyConfig, ranks: Ranks,
+    ):  # fmt: skip
+        self.config, self.generation, self.tokenizer = config, generation, tokenizer
+        self.device, self.settings, self.ranks = device, settings, ranks
+        self.dtype = compute_dtype(settings.dtype, device)
+        if whole is not None:
+            lora.inject(whole, settings.lora)
+        if ranks.world == 1 and self.dtype == torch.float32:
+            assert whole is not None
+            self.model = self.sampler = whole.to(device)  # type: ignore[arg-type]
+            self._scored = _Scored(self.model)
+            self._units: list[FSDPModule] = []
+        else:
+            self._shard(whole)
+        self.model.train()
+        if settings.activation_checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.parameters = dict(self.model.named_parameters())
+        self.trainable = {name: p for name, p in self.parameters.items() if p.requires_grad}
+        self.vocabulary = self.model.get_output_embeddings().weight.shape[0]
+        self.chunk = max(1, LOGIT_CHUNK_ELEMENTS // self.vocabulary)
+        self._lent: list[tuple[nn.Module, str, Tensor]] = []  # of the sampler: module, attribute, the empty parameter that belongs there
+        self._parked: Parked | None = None
         self._check_forward()
 
     @classmethod
-    def load(cls, folder: str | Path, device: torch.device) -> Policy:
-        """Read a Hugging Face folder. Raises ModelError naming the folder and what is wrong with it."""
-        model: PreTrainedModel
-        loaded: dict[str, set[str]]
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-            model, loaded = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
-                folder, dtype=torch.float32, attn_implementation=ATTENTION_NAME, local_files_only=True, output_loading_info=True
-            )
-        except (OSError, ValueError, KeyError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise ModelError(f"model.path={folder} cannot be loaded: {reason}") from error
-        if absent := sorted(loaded["missing_keys"]):  # transformers would go on with random numbers there
-            raise ModelError(f"model.path={folder} has no weights for {', '.join(absent[:3])}{' …' if len(absent) > 3 else ''}")
+    def load(
+        cls, folder: str | Path, device: torch.device, settings: PolicyConfig | None = None, ranks: Ranks | None = None
+    ) -> Policy:  # fmt: skip
+        """Read a Hugging Face folder, on rank 0 alone; the others get their shards from it.
+
+        Raises ModelError naming the folder and what is wrong with it, on every rank.
+        """
+        ranks, whole, problem = ranks or Ranks(), None, None
+        if ranks.main:
+            try:
+                whole = _read(folder)
+            except ModelError as error:
+                problem = error
+        ranks.agree(problem)
+        config, generation = ranks.from_main(lambda: (whole.config, whole.generation_config))  # type: ignore[union-attr]
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         if tokenizer.chat_template is None:
             raise ModelError(f"model.path={folder}: the tokenizer has no chat template; add chat_template.jinja to the folder")
-        return cls(model, tokenizer, device)
+        return cls(whole, config, generation, tokenizer, device, settings or PolicyConfig(), ranks)
+
+    def _shard(self, whole: PreTrainedModel | None) -> None:
+        size = self.settings.shard or self.ranks.local_world
+        self.model, self.sampler = self._empty(), self._empty().eval()
+        self._scored = _Scored(self.model)
+        layers = set(self.model._no_split_modules or ())
+        self._units = shard(self._scored, layers, make_mesh(self.ranks, size, self.device), self.dtype)
+        self.model.to_empty(device=self.device)
+        self.model.tie_weights()
+        scatter(self.model, whole, self.device)
+        for theirs, ours in zip(self.sampler.modules(), self.model.modules(), strict=True):
+            theirs._buffers.update(ours._buffers)  # positions' frequencies and the like: one copy
+
+    def _empty(self) -> PreTrainedModel:
+        """The model without memory for its parameters, with adapters where they are trained."""
+        model = self._skeleton()
+        lora.inject(model, self.settings.lora)
+        return model
+
+    def _skeleton(self) -> PreTrainedModel:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32, attn_implementation=ATTENTION_NAME)
+        model.generation_config = self.generation
+        return model
+
+    # ---- training --------------------------------------------------------------------------------------------------------
 
     def logprobs(self, row: PackedBatch, temperature: float) -> tuple[Tensor, Tensor]:
         """log π and entropy, [M] float32, of the row's sampled tokens, at the sampling temperature."""
-        with self.autocast():
-            return token_logprobs(self._predicting(row), self.head, row.targets, temperature, self.chunk)
+        return self._scored(row, lambda hidden, head, targets: token_logprobs(hidden, head, targets, temperature, self.chunk))
 
     def cross_entropy(self, row: PackedBatch, label_smoothing: float) -> Tensor:
         """Supervised loss, [M] float32, of the row's target tokens."""
-        with self.autocast():
-            return token_cross_entropy(self._predicting(row), self.head, row.targets, label_smoothing, self.chunk)
-
-    def autocast(self) -> torch.autocast | nullcontext[None]:
-        if self.compute_dtype == torch.float32:
-            return nullcontext()
-        return torch.autocast(self.device.type, self.compute_dtype)
+        return self._scored(row, lambda hidden, head, targets: token_cross_entropy(hidden, head, targets, label_smoothing, self.chunk))
 
     def parameter_count(self) -> int:
-        return sum(p.numel() for p in self.model.parameters())
+        return sum(p.numel() for p in self.parameters.values())
 
     def end_ids(self) -> frozenset[int]:
         """Every token that ends a completion: the generation config's (one or several) and the tokenizer's."""
-        configured = self.model.generation_config.eos_token_id
+        configured = self.generation.eos_token_id
         ids = set(configured if isinstance(configured, list) else [configured])
         ids.add(self.tokenizer.eos_token_id)
         ids.discard(None)
         if not ids:
-            raise ModelError(
-                f"{self.model.config._name_or_path}: neither generation config nor tokenizer names an end token (eos_token_id)"
-            )
+            raise ModelError(f"{self.config._name_or_path}: neither generation config nor tokenizer names an end token (eos_token_id)")
         return frozenset(ids)
 
+    # ---- whose turn it is with the device --------------------------------------------------------------------------------
+
+    def gather(self) -> None:
+        """Lend the sampler the whole parameters, unsharded in place, in the compute dtype. Collective."""
+        if self._units and not self._lent:
+            for unit in self._units:
+                unit.unshard()
+            for theirs, ours in zip(self.sampler.modules(), self.model.modules(), strict=True):
+                for name, empty in list(theirs._parameters.items()):
+                    if empty is not None:
+                        self._lent.append((theirs, name, empty))
+                        theirs._parameters[name] = ours._parameters[name]
+
+    def reshard(self) -> int:
+        """Take the whole parameters back from the sampler; returns the bytes freed. Raises RuntimeError where they are not."""
+        storages = {p.data_ptr(): p.untyped_storage() for module, name, _ in self._lent if (p := module._parameters[name]) is not None}
+        freed = sum(storage.size() for storage in storages.values())
+        while self._lent:
+            module, name, empty = self._lent.pop()
+            module._parameters[name] = empty  # type: ignore[assignment]
+        for unit in self._units:
+            unit.reshard()
+        if held := sum(storage.size() for storage in storages.values()):
+            raise RuntimeError(f"{held} of {freed} bytes of unsharded parameters are still in memory after resharding")
+        return freed
+
+    def park(self) -> None:
+        """Move the shards to host memory, where policy.offload says so; not on one rank, whose engine samples from these very parameters."""
+        if self.settings.offload == Offload.all and self._units and self._parked is None:
+            self._parked = Parked(local(p) for p in self.parameters.values())
+
+    def unpark(self) -> None:
+        if self._parked is not None:
+            self._parked.bring_back()
+            self._parked = None
+
+    def buckets(self, dtype: torch.dtype, size: int, merged: bool = True) -> Iterator[dict[str, Tensor]]:
+        """All weights whole, in `dtype`, in buckets of about `size` bytes; valid until the next is asked for. Collective.
+
+        Named as transformers names them; `merged` adds each adapter's product to its matrix and leaves adapters out.
+        """
+        own = lora.merged(self.parameters, self.model) if merged else ((name, p, local(p)) for name, p in self.parameters.items())
+        yield from Gathering(dtype, size, self.device).buckets(own)
+        kept = self.sampler.state_dict().keys()  # not the model's: asking for it reshards
+        if extra := {name: b.to(dtype) if b.is_floating_point() else b for name, b in self.model.named_buffers() if name in kept}:
+            yield extra
+
     def export(self, folder: str | Path) -> None:
-        """Write an ordinary Hugging Face folder: safetensors, config, generation config, tokenizer with chat template."""
-        self.model.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
+        """Write an ordinary Hugging Face folder (safetensors, configs, tokenizer with chat template), adapters merged.
 
-    def _predicting(self, row: PackedBatch) -> Tensor:
-        """The hidden states, [M, d], that predict the row's sampled tokens."""
-        return self._hidden(row.input_ids[None], row.position_ids[None], row.layout)[0, row.predict_at]
+        Where adapters are trained, `<folder>_adapter` holds them alone, as peft reads them. Collective; rank 0 writes.
+        """
+        whole = self._on_main(self.buckets(torch.float32, 2**28))
+        adapters = self._on_main(self.buckets(torch.float32, 2**28, merged=False), lora.is_adapter) if self.settings.lora.rank else {}
+        if self.ranks.main:
+            self._skeleton().save_pretrained(folder, state_dict=whole)
+            self.tokenizer.save_pretrained(folder)
+        if self.ranks.main and adapters:
+            lora.save(f"{folder}_adapter", self.settings.lora, adapters, self.config._name_or_path)
 
-    def _hidden(self, input_ids: Tensor, position_ids: Tensor, layout: object) -> Tensor:
-        out = self.model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, layout=layout)
-        return out.last_hidden_state
+    def _on_main(self, buckets: Iterator[dict[str, Tensor]], wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Tensor]:
+        """Copies of whole weights in rank 0's host memory; nothing on the other ranks."""
+        items = (item for bucket in buckets for item in bucket.items())
+        return {name: t.detach().to("cpu", copy=True) for name, t in items if self.ranks.main and wanted(name)}
+
+    # ---- what the model must be ------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _check_forward(self) -> None:
         """Two samples of a row must not see each other, and the head applied to hidden states must be the model's own logits."""
-        layers = getattr(self.model.config, "layer_types", None) or []
+        kind = type(self.sampler).__name__
+        layers = getattr(self.config, "layer_types", None) or []
         if any(kind != "full_attention" for kind in layers):
-            raise ModelError(f"{self.model.config._name_or_path}: layers {sorted(set(layers))}; only full attention is supported")
+            raise ModelError(f"{self.config._name_or_path}: layers {sorted(set(layers))}; only full attention is supported")
         ids, positions = torch.tensor([[0, 1, 2, 3, 1, 0], [0, 1, 2, 3, 0, 1]], device=self.device)[:, None]  # samples of 4 and 2 tokens
+        self.gather()
+        head = self.sampler.get_output_embeddings()
         try:
-            own = self.model(input_ids=ids, position_ids=positions, use_cache=False, layout=Packed([4, 2])).logits
-            ours = self.head(self._hidden(ids, positions, Packed([4, 2])))
-            alone = self.head(self._hidden(ids[:, 4:], positions[:, 4:], Packed([2])))
+            own = self.sampler(input_ids=ids, position_ids=positions, use_cache=False, layout=Packed([4, 2])).logits
+            ours = head(_hidden(self.sampler, ids, positions, Packed([4, 2])))
+            alone = head(_hidden(self.sampler, ids[:, 4:], positions[:, 4:], Packed([2])))
         except (TypeError, ValueError) as error:
-            raise ModelError(f"{type(self.model).__name__} does not run with hybrid_rl's attention: {error}") from error
-        if (ours[:, 4:] - alone).abs().max() > 0.05 * alone.std():  # far above rounding, far below what a leak does
-            raise ModelError(f"{type(self.model).__name__} does not use hybrid_rl's attention: samples packed in a row see each other")
+            raise ModelError(f"{kind} does not run with hybrid_rl's attention: {error}") from error
+        finally:
+            self.reshard()
+        if (ours[:, 4:] - alone).abs().max() > 0.05 * alone.float().std():  # far above rounding, far below what a leak does
+            raise ModelError(f"{kind} does not use hybrid_rl's attention: samples packed in a row see each other")
         if not torch.allclose(own, ours, rtol=1e-4, atol=1e-4):
-            raise ModelError(f"{type(self.model).__name__} changes its logits after the output embeddings, which is not supported")
+            raise ModelError(f"{kind} changes its logits after the output embeddings, which is not supported")
+
+
+def _read(folder: str | Path) -> PreTrainedModel:
+    model: PreTrainedModel
+    loaded: dict[str, set[str]]
+    try:
+        AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        model, loaded = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
+            folder, dtype=torch.float32, attn_implementation=ATTENTION_NAME, local_files_only=True, output_loading_info=True
+        )
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ModelError(f"model.path={folder} cannot be loaded: {reason}") from error
+    if absent := sorted(loaded["missing_keys"]):  # transformers would go on with random numbers there
+        raise ModelError(f"model.path={folder} has no weights for {', '.join(absent[:3])}{' …' if len(absent) > 3 else ''}")
+    return model
+
+
+def _hidden(model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, layout: object) -> Tensor:
+    return model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, layout=layout).last_hidden_state
+
+
+def compute_dtype(precision: Precision, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 on a GPU and float32 on the CPU."""
+    return DTYPES.get(precision, torch.bfloat16 if device.type == "cuda" else torch.float32)
 
 
 def pick_device(choice: str) -> torch.device:
@@ -123,4 +267,4 @@ def pick_device(choice: str) -> torch.device:
         choice = "cuda" if torch.cuda.is_available() else "cpu"
     if choice == "cuda" and not torch.cuda.is_available():
         raise ModelError("device=cuda, but torch sees no GPU; use device=cpu or device=auto")
-    return torch.device(choice)
+    return torch.device(choice, torch.cuda.current_device()) if choice == "cuda" else torch.device(choice)

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from hybrid_rl.config import OptimizerConfig, Schedule
+from hybrid_rl.memory import Parked
+from hybrid_rl.policy.sharding import local
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+FIRST_SCALE, SCALE_UP_AFTER = 2.0**16, 400
 
 
 class TrainingDiverged(RuntimeError):
@@ -24,10 +30,20 @@ class StepResult:
 
 
 class Optimizer:
-    """Parameters and moments are float32. `total_steps` is the length of the schedule; `bad` counts skipped steps in a row."""
+    """Of `policy.trainable`: plain or sharded float32 parameters by name, with float32 moments like them.
 
-    def __init__(self, parameters: Iterable[nn.Parameter], config: OptimizerConfig, total_steps: int, max_bad_steps: int):
-        self.parameters = [p for p in parameters if p.requires_grad]
+    `total_steps` is the length of the schedule; `bad` counts skipped steps in a row. In float16 small gradients would become 0:
+    the loss is multiplied by `scale` before backward, which halves at every overflow and doubles after SCALE_UP_AFTER good steps.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, total_steps: int, max_bad_steps: int, *,
+        scaled: bool = False, offload: bool = False,
+    ):  # fmt: skip
+        self.names, self.parameters = list(parameters), list(parameters.values())
+        self.scaled, self.scale, self.good = scaled, FIRST_SCALE if scaled else 1.0, 0
+        self.offload = offload
+        self._parked: Parked | None = None
         self.config, self.total_steps, self.max_bad_steps = config, total_steps, max_bad_steps
         first, second = config.betas
         self.adamw = torch.optim.AdamW(
@@ -52,7 +68,7 @@ class Optimizer:
     def step(self) -> StepResult:
         """Clip, step, clear the gradients. Raises TrainingDiverged after max_bad_steps non-finite gradients in a row."""
         lr = self.learning_rate()
-        norm = float(nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm))
+        norm = self._clip()
         finite = math.isfinite(norm)
         if finite:
             for group in self.adamw.param_groups:
@@ -60,7 +76,10 @@ class Optimizer:
             self.adamw.step()
         self.adamw.zero_grad()
         self.steps += 1
-        self.bad = 0 if finite else self.bad + 1
+        overflow = self.scaled and not finite and self.scale > 1  # its remedy is a smaller scale, so it is no bad step
+        self.bad = 0 if finite else self.bad + (not overflow)
+        if self.scaled:
+            self._rescale(finite)
         if self.bad >= self.max_bad_steps:
             raise TrainingDiverged(
                 f"the gradient was not finite {self.bad} steps in a row; lower the learning rate ({lr:g}), "
@@ -68,15 +87,51 @@ class Optimizer:
             )
         return StepResult(norm, lr, not finite)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """The moments by parameter number, for a checkpoint."""
-        state = self.adamw.state_dict()["state"]
-        return {f"{index}.{name}": value for index, values in state.items() for name, value in values.items()}
+    def _clip(self) -> float:
+        """The norm over all ranks' gradients before clipping; the same number on every rank."""
+        if self.scale != 1.0:
+            for parameter in self.parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(1 / self.scale)
+        norm = nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
-    def restore(self, tensors: dict[str, Tensor], steps: int, bad: int) -> None:
-        state: dict[int, dict[str, Tensor]] = {}
-        for key, value in tensors.items():
-            index, _, name = key.partition(".")
-            state.setdefault(int(index), {})[name] = value
-        self.adamw.load_state_dict({"state": state, "param_groups": self.adamw.state_dict()["param_groups"]})
-        self.steps, self.bad = steps, bad
+    def _rescale(self, finite: bool) -> None:
+        self.good = self.good + 1 if finite else 0
+        if not finite:
+            self.scale = max(1.0, self.scale / 2)
+        elif self.good % SCALE_UP_AFTER == 0:
+            self.scale *= 2
+
+    # ---- checkpoints and host memory -----------------------------------------------------------------------------------
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The moments, "<parameter>.exp_avg" and so on, sharded like their parameter; empty before the first step."""
+        states = ((name, self.adamw.state.get(p, {})) for name, p in zip(self.names, self.parameters, strict=True))
+        return {f"{name}.{key}": value for name, state in states for key, value in state.items()}
+
+    def blank(self) -> dict[str, Tensor]:
+        """Zeros of the kinds that `tensors` has after a step, to be filled from a checkpoint."""
+        moments = {f"{n}.{key}": torch.zeros_like(p) for n, p in zip(self.names, self.parameters, strict=True) for key in MOMENTS}
+        return moments | {f"{name}.step": torch.zeros((), device=p.device) for name, p in zip(self.names, self.parameters, strict=True)}
+
+    def state(self) -> dict[str, float]:
+        """The counters that belong to the moments."""
+        return {"steps": self.steps, "bad": self.bad, "scale": self.scale, "good": self.good}
+
+    def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, float]) -> None:
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            found = {key: tensors[f"{name}.{key}"] for key in (*MOMENTS, "step") if f"{name}.{key}" in tensors}
+            if found:
+                self.adamw.state[parameter] = found
+        self.steps, self.bad, self.scale, self.good = int(state["steps"]), int(state["bad"]), state["scale"], int(state["good"])
+
+    def park(self) -> None:
+        """The moments' contents to host memory, their own memory given back; where policy.offload says so."""
+        if self.offload and self._parked is None:
+            self._parked = Parked(local(t) for name, t in self.tensors().items() if not name.endswith(".step"))
+
+    def unpark(self) -> None:
+        if self._parked is not None:
+            self._parked.bring_back()
+            self._parked = None

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from hybrid_rl.config import RolloutConfig
 from hybrid_rl.data.sampler import Sampler
 from hybrid_rl.engine.base import Engine, Sampling
+from hybrid_rl.ranks import Ranks
 from hybrid_rl.rollout.reward import RewardError, Scorer
 from hybrid_rl.rollout.sample import make_group, sample_groups
 from hybrid_rl.types import Group, Rollout, Task
@@ -39,18 +40,20 @@ class Collector:
     """Draws tasks, samples a group for each and drops groups whose rewards are all equal or could not be had.
 
     Replacements are asked for in rounds, after all of a round's rewards are in: which tasks a step uses, and what shares
-    the engine's batch, then depends on no clock, and a run can be repeated bit for bit.
+    the engine's batch, then depends on no clock, and a run can be repeated bit for bit. Every rank draws and decides alike.
     """
 
     def __init__(
-        self, engine: Engine, tasks: Sequence[Task], tokenizer: PreTrainedTokenizerBase, scorer: Scorer, config: RolloutConfig, seed: int
-    ):
+        self, engine: Engine, tasks: Sequence[Task], tokenizer: PreTrainedTokenizerBase, scorer: Scorer, config: RolloutConfig, seed: int,
+        ranks: Ranks | None = None,
+    ):  # fmt: skip
+        self.ranks = ranks or Ranks()
         self.engine, self.tasks, self.tokenizer, self.scorer, self.config, self.seed = engine, tasks, tokenizer, scorer, config, seed
         self.sampler = Sampler(len(tasks), seed)
         self.next_group = 0
         self.sampling = Sampling(config.temperature, config.top_k, config.top_p, config.max_tokens)
 
-    def collect(self, on_completion: Callable[[], None] = lambda: None) -> Batch:
+    def collect(self, on_completion: Callable[[int], None] = lambda count: None) -> Batch:
         """`rollout.batch_size` rollouts with a signal, or fewer after `rollout.max_replacements` rounds.
 
         Raises RewardError where not one reward of the whole step could be had.
@@ -61,7 +64,7 @@ class Collector:
                 break
             batch.replacement_rounds = round
             groups = [self._new_group(self.tasks[i]) for i in self.sampler.draw(wanted - len(batch.groups))]
-            batch.reward_errors += sample_groups(self.engine, groups, self.sampling, self.tokenizer, self.scorer, on_completion)
+            batch.reward_errors += sample_groups(self.engine, groups, self.sampling, self.tokenizer, self.scorer, self.ranks, on_completion)
             for group in groups:
                 kept = not group.failed and not group.silent
                 batch.silent_groups += not group.failed and not kept

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
+from itertools import chain
 
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rl.data.render import completion_text, prompt_ids
 from hybrid_rl.engine.base import Engine, Request, Sampling
+from hybrid_rl.ranks import Ranks
 from hybrid_rl.rollout.reward import Scorer
 from hybrid_rl.types import Group, Rollout, Task
 
@@ -25,19 +27,26 @@ def make_group(id: int, task: Task, size: int, tokenizer: PreTrainedTokenizerBas
 
 
 def sample_groups(
-    engine: Engine, groups: Sequence[Group], sampling: Sampling, tokenizer: PreTrainedTokenizerBase, scorer: Scorer,
-    on_completion: Callable[[], None] = lambda: None,
+    engine: Engine, groups: Sequence[Group], sampling: Sampling, tokenizer: PreTrainedTokenizerBase, scorer: Scorer, ranks: Ranks,
+    on_completion: Callable[[int], None] = lambda count: None,
 ) -> int:  # fmt: skip
     """Fill every rollout with a completion and its reward; each is scored while others are still sampled.
 
-    Returns the number of rewards that failed; those rollouts carry `error` and no reward.
+    A rank samples and scores its contiguous share, then every rank gets all of them. A request's seed alone decides its tokens, so
+    who samples it makes no difference. Returns the number of rewards that failed; those rollouts carry `error` and no reward.
     """
     order = [(group, rollout) for group in groups for rollout in group.rollouts]
-    requests = [Request(i, rollout.token_ids[: rollout.prompt_length], rollout.seed) for i, (_, rollout) in enumerate(order)]
+    mine = ranks.share(len(order))
+    requests = [Request(i, order[i][1].token_ids[: order[i][1].prompt_length], order[i][1].seed) for i in mine]
     for completion in engine.generate(requests, sampling):
         group, rollout = order[completion.id]
         rollout.add_sampled(completion.token_ids, completion.logprobs, completion.versions)
         rollout.finish(completion.finish_reason, completion_text(completion.token_ids, tokenizer))
         scorer.submit(rollout, group.task)
-        on_completion()
-    return scorer.finish()
+        on_completion(ranks.world)  # the others are about as far
+    scorer.finish()
+    if ranks.world > 1:
+        everyone = chain.from_iterable(ranks.all_gather([order[i][1] for i in mine]))
+        for group in groups:
+            group.rollouts = [next(everyone) for _ in group.rollouts]
+    return sum(rollout.error is not None for group in groups for rollout in group.rollouts)

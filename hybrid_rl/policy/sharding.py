@@ -1,0 +1,122 @@
+"""FSDP2: how parameters are spread over ranks, filled, and gathered again.
+
+Each decoder layer is a unit of its own, embeddings and head the last one. Parameters are float32 shards along their first
+dimension; a unit's whole parameters exist, in the compute dtype, only while it computes, or while the engine samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from hybrid_rl.ranks import Ranks
+
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name since torch 2.13, and before
+
+
+def make_mesh(ranks: Ranks, size: int, device: torch.device) -> DeviceMesh:
+    """Groups of `size` neighbouring ranks share one copy of the parameters; several groups are replicas (hybrid sharding)."""
+    if size == ranks.world:
+        return init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
+    return init_device_mesh(device.type, (ranks.world // size, size), mesh_dim_names=("replicate", "shard"))
+
+
+def shard(root: nn.Module, layer_classes: set[str], mesh: DeviceMesh, dtype: torch.dtype) -> list[FSDPModule]:
+    """Wrap each layer, then `root`; returns the units. Gradients are summed over ranks, in float32: the loss is divided by the
+    whole batch's tokens before backward, so no rank's share counts more than its tokens."""
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for module in [m for m in root.modules() if type(m).__name__ in layer_classes]:
+        fully_shard(module, mesh=mesh, mp_policy=precision)
+    fully_shard(root, mesh=mesh, mp_policy=precision)
+    units: list[FSDPModule] = [module for module in root.modules() if isinstance(module, FSDPModule)]
+    for unit in units:
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+    return units
+
+
+@torch.no_grad()
+def scatter(model: nn.Module, whole: nn.Module | None, device: torch.device) -> None:
+    """Fill a sharded `model` from rank 0's `whole`, one tensor at a time: no other rank ever holds more than one of them whole."""
+    source = dict(whole.named_parameters()) if whole else {}
+    for name, parameter in model.named_parameters():
+        full = source[name].to(device) if whole else torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        parameter.copy_(distribute_tensor(full, parameter.device_mesh, parameter.placements))  # type: ignore[attr-defined]
+    buffers = dict(whole.named_buffers()) if whole else {}
+    for name, buffer in model.named_buffers():
+        if whole:
+            buffer.copy_(buffers[name])
+        if dist.get_world_size() > 1:
+            dist.broadcast(buffer, src=0)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's rows of a sharded tensor, or the tensor itself: the same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class Gathering:
+    """Whole tensors from shards, one after another, in one buffer of at least `size` bytes that every round uses again.
+
+    A tensor is gathered straight into its place: peak memory is the shards and this buffer.
+    """
+
+    def __init__(self, dtype: torch.dtype, size: int, device: torch.device):
+        self.dtype, self.size, self.device = dtype, size, device
+        self._buffer = torch.empty(0, dtype=dtype, device=device)
+
+    def buckets(self, parts: Iterator[tuple[str, Tensor, Tensor]]) -> Iterator[dict[str, Tensor]]:
+        """`parts` gives (name, parameter, this rank's rows of the value to gather). Collective: every rank walks all buckets.
+
+        A bucket's tensors are valid until the next one is asked for.
+        """
+        waiting: list[tuple[str, Tensor, Tensor]] = []
+        held = 0
+        for part in parts:
+            size = _padded(part[1]) * self.dtype.itemsize
+            if waiting and held + size > self.size:
+                yield self._gather(waiting, held)
+                waiting, held = [], 0
+            waiting.append(part)
+            held += size
+        if waiting:
+            yield self._gather(waiting, held)
+
+    @torch.no_grad()
+    def _gather(self, parts: list[tuple[str, Tensor, Tensor]], size: int) -> dict[str, Tensor]:
+        if all(not isinstance(parameter, DTensor) for _, parameter, _ in parts):
+            return {name: rows.detach().to(self.dtype) for name, _, rows in parts}  # nothing to gather, and nothing copied without need
+        if self._buffer.nbytes < size:
+            self._buffer = torch.empty(max(size, 0) // self.dtype.itemsize, dtype=self.dtype, device=self.device)
+        bucket, start = {}, 0
+        for name, parameter, rows in parts:
+            place = self._buffer[start : start + _padded(parameter)]
+            start += len(place)
+            whole = place.view(-1, *parameter.shape[1:])
+            gather_rows(whole, rows, parameter)
+            bucket[name] = whole[: parameter.shape[0]]
+        return bucket
+
+
+def gather_rows(out: Tensor, rows: Tensor, parameter: Tensor) -> None:
+    """All ranks' `rows` of a tensor sharded like `parameter` into `out`, whose first dimension is padded to equal shares; cast on the way."""
+    mesh = parameter.device_mesh  # type: ignore[attr-defined]
+    share = len(out) // mesh.size(-1)
+    own = out[mesh.get_local_rank(-1) * share :][:share]
+    own[: len(rows)].copy_(rows)
+    if mesh.size(-1) > 1:
+        _all_gather(out, own, group=mesh.get_group(mesh.ndim - 1))
+
+
+def _padded(parameter: Tensor) -> int:
+    """Elements of the whole parameter with its first dimension rounded up to equal shares."""
+    if not isinstance(parameter, DTensor):
+        return parameter.numel()
+    shares = parameter.device_mesh.size(-1)
+    return -(-parameter.shape[0] // shares) * shares * parameter[0].numel()

@@ -1,0 +1,237 @@
+"""Ranks as a user starts them: by the command itself, torchrun or accelerate; and no rank that outlives the others.
+
+What the ranks do once they are there is not a training run but a function of tests/rank_program.py.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from tests import rank_program
+
+ROOT = Path(__file__).parents[1]
+RUN = ["-m", "hybrid_rl.run", "+recipe=reverse", "device=cpu"]
+OWN = [sys.executable, *RUN, "ranks=2"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost", "--nproc-per-node", "2", *RUN]
+ACCELERATE = [
+    sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--use_fsdp", "--num_processes", "2", "--num_machines", "1",
+    "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0", *RUN,
+]  # fmt: skip
+STAND_IN = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+import tests.rank_program
+sys.modules["hybrid_rl.stages"] = tests.rank_program
+"""
+SOON = 8.0  # seconds within which everything must be gone
+Start = Callable[..., subprocess.Popen]
+
+
+@pytest.fixture
+def start(tmp_path) -> Iterator[Start]:
+    """start(function of rank_program, command) → the process, in tmp_path, in a process group of its own; what is left of it is killed."""
+    (tmp_path / "sitecustomize.py").write_text(STAND_IN)
+    plain = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK", "LOCAL_RANK")}
+    environment = plain | {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    started = []
+
+    def start(does: str, command: list[str], **more: str) -> subprocess.Popen:
+        process = subprocess.Popen(
+            command, cwd=tmp_path, env=environment | {rank_program.DOES: does} | more, text=True, start_new_session=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        started.append(process)
+        return process
+
+    yield start
+    left = [p for process in started for p in tree(process.pid)] + [p for fact in facts(tmp_path) for p in tree(fact["pid"])]
+    for process in left:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    for process in started:
+        process.wait(10)
+        process.stdout.close()
+
+
+def facts(folder: Path) -> list[dict]:
+    """What each rank wrote about itself when it started to work, in rank order."""
+    return sorted((json.loads(f.read_text()) for f in folder.glob("facts/*.json")), key=lambda fact: fact["rank"])
+
+
+def tree(pid: int) -> list[psutil.Process]:
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    return []
+
+
+def end(process: subprocess.Popen, code: int = 0) -> str:
+    """What it printed until it ended by itself."""
+    output, _ = process.communicate(timeout=90)
+    assert process.returncode == code, output
+    return output
+
+
+def at_work(process: subprocess.Popen, folder: Path, ranks: int = 2) -> list[psutil.Process]:
+    """Wait until the ranks work; all processes that there are now."""
+    for line in process.stdout:
+        if line == "at work\n":
+            break
+    pids = [fact["pid"] for fact in facts(folder)]
+    assert len(pids) == ranks
+    processes = [p for pid in pids for p in tree(pid)]
+    assert len(processes) >= ranks * 3  # each with its reward worker and multiprocessing's tracker
+    return list({*processes, *tree(process.pid)})
+
+
+def assert_gone(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=SOON)
+    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_the_command_starts_its_ranks(start, tmp_path):
+    assert end(start("agrees", OWN)) == "2 ranks agree\n"  # and no word from torch's launcher
+    one, two = facts(tmp_path)
+    assert (one["rank"], two["rank"]) == (0, 1)
+    assert one["folder"] == two["folder"]
+    assert [one["folder"]] == [str(p) for p in tmp_path.glob("outputs/reverse/*")]
+
+
+def test_one_rank_is_this_very_process(start, tmp_path):
+    process = start("agrees", [sys.executable, *RUN])
+    assert end(process) == "1 ranks agree\n"
+    assert [(f["pid"], f["world"]) for f in facts(tmp_path)] == [(process.pid, 1)]
+
+
+@pytest.mark.parametrize("command", [TORCHRUN, ACCELERATE], ids=["torchrun", "accelerate"])
+def test_other_launchers(start, tmp_path, command):
+    assert "2 ranks agree\n" in end(start("agrees", command))
+    one, two = facts(tmp_path)
+    assert one["folder"] == two["folder"]
+    assert [one["folder"]] == [str(p) for p in tmp_path.glob("outputs/reverse/*")]
+
+
+def test_several_nodes(start, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    nodes = [
+        start("agrees", [
+            sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-id", "test",
+            "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "localhost", *RUN,
+        ])
+        for _ in range(2)
+    ]  # fmt: skip
+    output = "".join(end(node) for node in nodes)
+    assert output.count("2 ranks agree\n") == 1
+    assert len({fact["folder"] for fact in facts(tmp_path)}) == 1
+
+
+def test_a_sweep_starts_the_ranks_of_each_job(start, tmp_path):
+    assert end(start("agrees", [*OWN, "-m", "seed=1,2"])).count("2 ranks agree\n") == 2
+    assert sorted(Path(fact["folder"]).name for fact in facts(tmp_path)) == ["0", "0", "1", "1"]
+
+
+def test_every_socket_is_on_the_loopback_interface(start, tmp_path):
+    process = start("works", OWN)
+    at_work(process, tmp_path)
+    listening = [c.laddr.ip for p in tree(process.pid) for c in p.net_connections() if c.status == psutil.CONN_LISTEN]
+    assert len(listening) >= 3  # the launcher's store, and each rank's gloo
+    assert {ip.removeprefix("::ffff:") for ip in listening} <= {"127.0.0.1", "::1"}
+
+
+@pytest.mark.parametrize(
+    ("does", "error"), [("second_raises", "ValueError: this is not right"), ("main_raises_for_all", "IndexError: list index out of range")]
+)
+def test_the_rank_that_fails_speaks_alone(start, does, error):
+    output = end(start(does, OWN), code=1)
+    assert output.startswith(f"hybrid_rl: rank {int(does == 'second_raises')} failed\nTraceback")
+    assert output.endswith(f"{error}\n")
+    assert output.count("Traceback") == 1
+
+
+def test_under_torchrun_the_rank_that_fails_speaks_first(start):
+    output = end(start("second_raises", TORCHRUN), code=1)
+    assert output.index("hybrid_rl: rank 1 failed") < output.index("ValueError: this is not right") < output.index("ChildFailedError")
+    assert "rank 0 failed" not in output
+
+
+def test_what_all_ranks_would_say_is_said_once(start):
+    assert end(start("fails", OWN), code=1) == "no such model\n"
+
+
+def test_a_killed_rank_ends_the_run(start, tmp_path):
+    process = start("works", OWN)
+    processes = at_work(process, tmp_path)
+    os.kill(facts(tmp_path)[1]["pid"], signal.SIGKILL)
+    assert end(process, code=1) == "hybrid_rl: rank 1 was ended by SIGKILL; did the machine run out of memory?\n"
+    assert_gone(processes)
+
+
+@pytest.mark.parametrize("command", [OWN, TORCHRUN], ids=["own", "torchrun"])
+def test_no_rank_outlives_its_launcher(start, tmp_path, command):
+    process = start("works", command)
+    processes = at_work(process, tmp_path)
+    process.kill()
+    assert_gone(processes)
+
+
+@pytest.mark.parametrize(
+    ("send", "code", "said"),
+    [
+        (lambda pid: os.kill(pid, signal.SIGINT), 130, "interrupted\n"),
+        (lambda pid: os.killpg(pid, signal.SIGINT), 130, "interrupted\n"),  # as a terminal does
+        (lambda pid: os.kill(pid, signal.SIGTERM), 143, ""),
+    ],
+    ids=["SIGINT", "ctrl-c", "SIGTERM"],
+)
+def test_signals_end_every_rank(start, tmp_path, send, code, said):
+    process = start("works", OWN)
+    processes = at_work(process, tmp_path)
+    send(process.pid)
+    assert end(process, code=code) == said
+    assert_gone(processes)
+
+
+def test_bad_settings_are_said_once(start, tmp_path):
+    assert end(start("agrees", [*OWN, "rl.steps=-1"]), code=2).splitlines() == ["hybrid_rl: rl.steps=-1 (command line): must be at least 0"]
+    assert end(start("agrees", [*TORCHRUN, "rl.steps=-1"]), code=1).count("hybrid_rl: ") == 1  # torchrun's exit code
+    assert not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "world", "expected"),
+    [
+        (["ranks=3"], "2", "ranks=3: the launcher started 2; leave ranks out"),
+        (["ranks=2"], "1", "ranks=2: the launcher started 1; leave ranks out"),
+        (["-m", "seed=0,1"], "2", "-m: a sweep starts the ranks of its jobs itself"),
+        (["ranks=-1"], None, "ranks=-1 (command line): must be at least 0"),
+        (["rank_timeout=0"], None, "rank_timeout=0.0 (command line): must be a number above 0"),
+        pytest.param(
+            ["ranks=2", "device=cuda"], None, "ranks=2: torch sees 0 GPU(s) and each rank needs one",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs"),
+        ),
+    ],
+)  # fmt: skip
+def test_ranks_that_do_not_fit(start, tmp_path, arguments, world, expected):
+    launcher = {"WORLD_SIZE": world, "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": world} if world else {}
+    output = end(start("agrees", [sys.executable, *RUN, *arguments], **launcher), code=2)
+    assert output.startswith(f"hybrid_rl: {expected}")
+    assert output.count("\n") == 1
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_ranks_end_cleanly_at_different_times(start):
+    started = time.monotonic()
+    assert end(start("ends_late", OWN)) == "late\n"
+    assert time.monotonic() - started < 30
