@@ -1,13 +1,29 @@
 """Weights from the policy to an engine that shares them, and to one that has its own."""
 
+import ctypes
+import time
+from functools import partial
+from pathlib import Path
+
+import psutil
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
-from hybrid_rl.engine.base import Sampling
+from hybrid_rl.attention import ATTENTION_NAME
+from hybrid_rl.config import OptimizerConfig, PolicyConfig, TinyConfig
+from hybrid_rl.engine.base import EngineError, Request, Sampling
 from hybrid_rl.engine.local import LocalEngine
-from hybrid_rl.handover import HandoverError, hand_over
+from hybrid_rl.handover import HandoverError, hand_over, take_back
+from hybrid_rl.memory import Parked, Phases
+from hybrid_rl.policy import tiny
 from hybrid_rl.policy.model import Policy
+from hybrid_rl.policy.optimizer import Optimizer
+from hybrid_rl.ranks import Ranks
 from hybrid_rl.types import Rollout
+from tests.conftest import WORDS
+from tests.ranks import on_ranks
 
 
 def engine_of(policy: Policy) -> LocalEngine:
@@ -40,8 +56,6 @@ def test_every_bucket_size_gives_bit_equal_weights(pair, bucket_bytes):
 
 def test_the_engine_samples_from_the_new_weights(pair):
     policy, engine = pair
-    from hybrid_rl.engine.base import Request
-
     request, greedy = [Request(0, [5, 9, 11], seed=1)], Sampling(temperature=0.0, max_tokens=8)
     hand_over(policy, engine, 1)
     (ours,) = engine_of_version(policy).generate(request, greedy)
@@ -96,3 +110,197 @@ def test_the_mismatch_of_one_step_is_below_a_millionth(policy):
         with torch.no_grad():
             logprobs, _ = policy.logprobs(row, temperature)
         assert mismatch_kl(logprobs, tokens.behaviour_logprobs[row.token_index]).mean() < 1e-6
+
+
+# ---- several ranks ---------------------------------------------------------------------------------------------------
+
+
+def stranger(folder: Path, dtype: torch.dtype = torch.float32) -> LocalEngine:
+    """An engine with memory of its own, as an inference server has."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=ATTENTION_NAME)
+    return LocalEngine(model.eval(), frozenset([257]), 8, 64, "cpu", dtype)
+
+
+def received(ranks: Ranks, folder: Path, other: Path, bucket_bytes: int, shard: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    policy, engine = Policy.load(folder, torch.device("cpu"), PolicyConfig(shard=shard), ranks), stranger(other, dtype)
+    hand_over(policy, engine, 1, verify=True, bucket_bytes=bucket_bytes)
+    assert engine.version == 1
+    take_back(policy, engine)
+    return {name: tensor.clone() for name, tensor in engine.weights().items()}
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama", "gpt_neox"])  # tied, untied, with biases
+@pytest.mark.parametrize(("world", "shard"), [(1, 0), (2, 0), (3, 0), (4, 2)])
+@pytest.mark.parametrize("bucket_bytes", [1024, 2**30])
+def test_shards_arrive_whole_and_bit_equal(folder_of, name, world, shard, bucket_bytes):
+    folder, other = folder_of(name), folder_of(name, 1)
+    expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+    for dtype in (torch.float32, torch.bfloat16):
+        for weights in on_ranks(world, received, folder, other, bucket_bytes, shard, dtype):
+            assert weights.keys() == expected.keys()
+            assert all(torch.equal(weights[n], tensor.to(dtype)) for n, tensor in expected.items())
+
+
+def broken_on_one(ranks: Ranks, folder: Path, mistake: str) -> tuple[str, float, bool]:
+    policy, engine = Policy.load(folder, torch.device("cpu"), None, ranks), stranger(folder)
+    load = engine.update_weights
+    if ranks.rank == 1:
+
+        def wrong(buckets, version):
+            for i, bucket in enumerate(buckets):
+                if mistake == "crash" and i == 2:
+                    raise MemoryError("no room for the bucket")
+                name = next(iter(bucket))
+                if mistake != "crash":
+                    load([{f"{name}.extra": bucket[name]} if mistake == "name" else {name: torch.zeros(3, 3)}], version)
+
+        engine.update_weights = wrong
+    since = time.perf_counter()
+    try:
+        hand_over(policy, engine, 5, bucket_bytes=1024)
+    except (EngineError, MemoryError) as error:
+        took, message = time.perf_counter() - since, str(error)
+        engine.update_weights = load
+        hand_over(policy, engine, 6, verify=True)  # whatever happened, the next one finds all ranks in step
+        return message, took, engine.version == 6
+    return "no error", 0.0, False
+
+
+@pytest.mark.parametrize(("mistake", "message"), [("name", "unknown name"), ("shape", "has shape"), ("crash", "no room for the bucket")])
+def test_an_error_on_one_rank_is_raised_on_all_and_nobody_waits(tiny_folder, mistake, message):
+    for error, seconds, recovered in on_ranks(3, broken_on_one, tiny_folder, mistake):
+        assert message in error
+        assert seconds < 10
+        assert recovered
+
+
+def wrong_after(ranks: Ranks, folder: Path) -> str:
+    policy = Policy.load(folder, torch.device("cpu"), None, ranks)
+    engine = LocalEngine(policy.sampler, policy.end_ids(), 8, 64)
+    set_version = engine.set_version
+
+    def spoil(version):
+        set_version(version)
+        if ranks.rank == 1:
+            with torch.no_grad():
+                engine.weights()["model.norm.weight"][3] += 1e-4
+
+    engine.set_version = spoil
+    try:
+        hand_over(policy, engine, 1, verify=True)
+    except HandoverError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_verify_finds_a_wrong_value_in_unsharded_parameters(tiny_folder):
+    assert on_ranks(2, wrong_after, tiny_folder) == ["after the handover of version 1 the engine's model.norm.weight differs from the policy's"] * 2
+
+
+BIG = TinyConfig(layers=6, hidden_size=512, intermediate_size=2048, heads=8, kv_heads=8, head_dim=64, words=WORDS)
+
+
+@pytest.fixture(scope="module")
+def big_folder(tmp_path_factory) -> Path:
+    """25 M parameters, 102 MB: large against what else a process allocates."""
+    folder = tmp_path_factory.mktemp("big")
+    tiny.create(folder, BIG, 0)
+    return folder
+
+
+def resident() -> int:
+    """Bytes, without those that the allocator only keeps for later."""
+    ctypes.CDLL(None).malloc_trim(0)
+    return psutil.Process().memory_info().rss
+
+
+def peak_of(what) -> tuple[int, int]:
+    """Bytes by which the resident set rose while `what` ran, and those it kept."""
+    before = resident()
+    Path("/proc/self/clear_refs").write_text("5")  # forget the highest value so far
+    what()
+    highest = next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")) * 1024
+    return highest - before, resident() - before
+
+
+def peaks(ranks: Ranks, folder: Path) -> dict[str, tuple[int, int]]:
+    policy, engine = Policy.load(folder, torch.device("cpu"), None, ranks), stranger(folder)
+    own = LocalEngine(policy.sampler, policy.end_ids(), 8, 64)
+    hand_over(policy, engine, 1, bucket_bytes=2**20)  # what is allocated once
+    measured: dict[str, list[tuple[int, int]]] = {"small": [], "whole": [], "in place": [], "given back": []}
+    for _ in range(5):
+        measured["small"].append(peak_of(partial(hand_over, policy, engine, 2, bucket_bytes=8 * 2**20)))
+        measured["whole"].append(peak_of(partial(hand_over, policy, engine, 3, bucket_bytes=2**30)))
+        measured["in place"].append(peak_of(partial(hand_over, policy, own, 4)))
+        measured["given back"].append(peak_of(partial(take_back, policy, own)))
+    return {what: min(results) for what, results in measured.items()}  # the least: gloo takes and keeps buffers as it likes
+
+
+def test_peak_memory_is_shard_and_bucket_and_engine(big_folder):
+    size = sum(t.nbytes for t in load_file(big_folder / "model.safetensors").values())
+    transport = 32 * 2**20  # gloo's own, for a moment
+    for rank in on_ranks(2, peaks, big_folder):
+        assert rank["small"][0] < 8 * 2**20 + transport
+        assert 0.9 * size < rank["whole"][0] < size + transport  # so the measurement can see what a bucket takes
+        assert 0.9 * size < rank["in place"][0] < size + 2 * transport + size / 6  # a unit's shards lie beside it while it is put together
+        assert rank["given back"][1] < -0.9 * size
+
+
+def loaded(ranks: Ranks, tiny_folder: Path, folder: Path) -> tuple[int, int]:
+    kept = []
+    for each in (tiny_folder, folder):  # the first imports what loading needs
+        result = peak_of(lambda each=each: kept.append(Policy.load(each, torch.device("cpu"), None, ranks)))
+    return result
+
+
+def test_only_rank_0_ever_holds_a_whole_model_while_it_loads(tiny_folder, big_folder):
+    size = sum(t.nbytes for t in load_file(big_folder / "model.safetensors").values())
+    first, second, third = on_ranks(3, loaded, tiny_folder, big_folder)
+    assert first[0] > 0.9 * size
+    for peak, kept in (second, third):  # a third of the parameters, and one of them whole at a time
+        assert kept < 0.45 * size
+        assert peak < 0.6 * size
+
+
+# ---- memory over time ------------------------------------------------------------------------------------------------
+
+
+def ten_cycles(ranks: Ranks, folder: Path) -> list[int]:
+    policy = Policy.load(folder, torch.device("cpu"), PolicyConfig(), ranks)
+    engine, optimizer = LocalEngine(policy.sampler, policy.end_ids(), 8, 64), Optimizer(policy.trainable, OptimizerConfig(), 1, 1)
+    used = []
+    for version in range(13):
+        hand_over(policy, engine, version, optimizer)
+        list(engine.generate([Request(i, [5, 9, 11], i) for i in range(8)], Sampling(max_tokens=8)))
+        take_back(policy, engine, optimizer)
+        used.append(resident())
+    return used
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_ten_cycles_do_not_grow_memory(big_folder, world):
+    for used in on_ranks(world, ten_cycles, big_folder):
+        assert min(used[-5:]) - min(used[:5]) < 48 * 2**20  # the transport keeps a few buffers; one layer kept a cycle would be 100 MB
+
+
+def test_phases_record_memory_before_and_after_and_add_up():
+    phases, kept = Phases(torch.device("cpu")), []
+    with phases("grow"):
+        kept.append(torch.ones(2**25))  # 128 MiB
+    with phases("shrink"):
+        kept.clear()
+    before, after = phases.memory["grow"]
+    assert after - before == pytest.approx(0.125, abs=0.01)
+    assert phases.memory["shrink"][1] - phases.memory["shrink"][0] == pytest.approx(-0.125, abs=0.01)
+    assert phases.peak_gib == max(after, phases.memory["shrink"][0])
+    assert phases.total == sum(phases.seconds.values()) > 0
+
+
+def test_parked_tensors_give_their_memory_back_and_return_bit_equal():
+    base = torch.randn(1000)
+    view, other = base[100:200].view(10, 10), torch.randn(7).bfloat16()
+    expected = [t.clone() for t in (base, view, other)]
+    parked = Parked([view, base, other])
+    assert base.untyped_storage().size() == other.untyped_storage().size() == 0
+    parked.bring_back()
+    assert all(torch.equal(t, e) for t, e in zip((base, view, other), expected, strict=True))

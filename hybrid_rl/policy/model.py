@@ -58,7 +58,7 @@ class Policy:
         self.device, self.settings, self.ranks = device, settings, ranks
         self.dtype = compute_dtype(settings.dtype, device)
         if whole is not None:
-            lora.inject(whole, settings.lora)
+            self._adapt(whole)
         if ranks.world == 1 and self.dtype == torch.float32:
             assert whole is not None
             self.model = self.sampler = whole.to(device)  # type: ignore[arg-type]
@@ -75,7 +75,6 @@ class Policy:
         self.chunk = max(1, LOGIT_CHUNK_ELEMENTS // self.vocabulary)
         self._lent: list[tuple[nn.Module, str, Tensor]] = []  # of the sampler: module, attribute, the empty parameter that belongs there
         self._parked: Parked | None = None
-        self._check_forward()
 
     @classmethod
     def load(
@@ -112,8 +111,13 @@ class Policy:
 
     def _empty(self) -> PreTrainedModel:
         """The model without memory for its parameters, with adapters where they are trained."""
-        model = self._skeleton()
-        lora.inject(model, self.settings.lora)
+        return self._adapt(self._skeleton())
+
+    def _adapt(self, model: PreTrainedModel) -> PreTrainedModel:
+        try:
+            lora.inject(model, self.settings.lora)
+        except ValueError as error:
+            raise ModelError(str(error)) from error
         return model
 
     def _skeleton(self) -> PreTrainedModel:
@@ -203,37 +207,12 @@ class Policy:
             self._skeleton().save_pretrained(folder, state_dict=whole)
             self.tokenizer.save_pretrained(folder)
         if self.ranks.main and adapters:
-            lora.save(f"{folder}_adapter", self.settings.lora, adapters, self.config._name_or_path)
+            lora.save(f"{folder}_adapter", self.model, adapters, self.config._name_or_path)
 
     def _on_main(self, buckets: Iterator[dict[str, Tensor]], wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Tensor]:
         """Copies of whole weights in rank 0's host memory; nothing on the other ranks."""
         items = (item for bucket in buckets for item in bucket.items())
         return {name: t.detach().to("cpu", copy=True) for name, t in items if self.ranks.main and wanted(name)}
-
-    # ---- what the model must be ------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def _check_forward(self) -> None:
-        """Two samples of a row must not see each other, and the head applied to hidden states must be the model's own logits."""
-        kind = type(self.sampler).__name__
-        layers = getattr(self.config, "layer_types", None) or []
-        if any(kind != "full_attention" for kind in layers):
-            raise ModelError(f"{self.config._name_or_path}: layers {sorted(set(layers))}; only full attention is supported")
-        ids, positions = torch.tensor([[0, 1, 2, 3, 1, 0], [0, 1, 2, 3, 0, 1]], device=self.device)[:, None]  # samples of 4 and 2 tokens
-        self.gather()
-        head = self.sampler.get_output_embeddings()
-        try:
-            own = self.sampler(input_ids=ids, position_ids=positions, use_cache=False, layout=Packed([4, 2])).logits
-            ours = head(_hidden(self.sampler, ids, positions, Packed([4, 2])))
-            alone = head(_hidden(self.sampler, ids[:, 4:], positions[:, 4:], Packed([2])))
-        except (TypeError, ValueError) as error:
-            raise ModelError(f"{kind} does not run with hybrid_rl's attention: {error}") from error
-        finally:
-            self.reshard()
-        if (ours[:, 4:] - alone).abs().max() > 0.05 * alone.float().std():  # far above rounding, far below what a leak does
-            raise ModelError(f"{kind} does not use hybrid_rl's attention: samples packed in a row see each other")
-        if not torch.allclose(own, ours, rtol=1e-4, atol=1e-4):
-            raise ModelError(f"{kind} changes its logits after the output embeddings, which is not supported")
 
 
 def _read(folder: str | Path) -> PreTrainedModel:
@@ -249,7 +228,29 @@ def _read(folder: str | Path) -> PreTrainedModel:
         raise ModelError(f"model.path={folder} cannot be loaded: {reason}") from error
     if absent := sorted(loaded["missing_keys"]):  # transformers would go on with random numbers there
         raise ModelError(f"model.path={folder} has no weights for {', '.join(absent[:3])}{' …' if len(absent) > 3 else ''}")
+    _check_forward(model)
     return model
+
+
+@torch.no_grad()
+def _check_forward(model: PreTrainedModel) -> None:
+    """Two samples of a row must not see each other, and the head applied to hidden states must be the model's own logits."""
+    kind, config = type(model).__name__, model.config
+    layers = getattr(config, "layer_types", None) or []
+    if any(kind != "full_attention" for kind in layers):
+        raise ModelError(f"{config._name_or_path}: layers {sorted(set(layers))}; only full attention is supported")
+    ids, positions = torch.tensor([[0, 1, 2, 3, 1, 0], [0, 1, 2, 3, 0, 1]])[:, None]  # samples of 4 and 2 tokens
+    head = model.train().get_output_embeddings()
+    try:
+        own = model(input_ids=ids, position_ids=positions, use_cache=False, layout=Packed([4, 2])).logits
+        ours = head(_hidden(model, ids, positions, Packed([4, 2])))
+        alone = head(_hidden(model, ids[:, 4:], positions[:, 4:], Packed([2])))
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"{kind} does not run with hybrid_rl's attention: {error}") from error
+    if (ours[:, 4:] - alone).abs().max() > 0.05 * alone.std():  # far above rounding, far below what a leak does
+        raise ModelError(f"{kind} does not use hybrid_rl's attention: samples packed in a row see each other")
+    if not torch.allclose(own, ours, rtol=1e-4, atol=1e-4):
+        raise ModelError(f"{kind} changes its logits after the output embeddings, which is not supported")
 
 
 def _hidden(model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, layout: object) -> Tensor:
