@@ -7,17 +7,24 @@ import os
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def run_recipe(folder: Path, *overrides: str) -> Path:
     """`python -m hybrid_rl.run +recipe=reverse …` in a process of its own; returns the run's folder."""
     command = [sys.executable, "-m", "hybrid_rl.run", "+recipe=reverse", f"hydra.run.dir={folder}", *overrides]
-    subprocess.run(command, check=True)
+    subprocess.run(command, check=True, cwd=ROOT)
     return folder
+
+
+def aimless_reward(completion: str, task: object) -> float:
+    """The same for the same completion, and hardly ever for a whole group: where only the time of a step matters."""
+    return zlib.crc32(completion.encode()) % 100 / 100
 
 
 def read_metrics(folder: Path, stage: str) -> list[dict[str, Any]]:

@@ -92,11 +92,11 @@ class OptimizerConfig:
 
 @dataclass
 class LoraConfig:
-    """Train low-rank adapters W + (alpha / rank) · B A and leave the model's own weights as they are."""
+    """Train low-rank adapters W + (alpha / rank) · B A and leave the model's own weights as they are. Experts that are one fused parameter get none."""
 
     rank: int = 0  # 0: train all weights
     alpha: int = 32
-    targets: list[str] = field(default_factory=lambda: ["all-linear"])  # names of modules, or all-linear: every matrix but the head
+    targets: list[str] = field(default_factory=lambda: ["all-linear"])  # names of modules; all-linear: each but the head
 
 
 @dataclass

@@ -46,10 +46,11 @@ class Console:
 def step_line(m: dict[str, Any], steps: int) -> str:
     """One RL step in one line. Counters that should be zero appear only when they are not."""
     seconds = m["seconds"]
+    reference = f"reference {m['reference_kl']:.0e}  " if "reference_kl" in m else ""
     phases = " ".join(f"{name} {value:.2f}" for name, value in seconds.items() if value >= 0.005)
     line = (
         f"step {m['step']:>{len(str(steps))}}/{steps}  reward {m['reward']:.3f}±{m['reward_std']:.2f}  len {m['length']:.1f}  "
-        f"trunc {m['truncated']:.1%}  entropy {m['entropy']:.3f}  mismatch {m['mismatch_kl']:.0e}  clip {m['clip_fraction']:.1%}  "
+        f"trunc {m['truncated']:.1%}  entropy {m['entropy']:.3f}  mismatch {m['mismatch_kl']:.0e}  {reference}clip {m['clip_fraction']:.1%}  "
         f"grad {m['grad_norm']:.2f}  {m['tokens_per_second'] / 1000:.1f}k tok/s  {m['memory_gib']:.2f} GiB  {sum(seconds.values()):.2f} s ({phases})"
     )
     notes = [f"{m[key]:.0f} {text}" for key, text in COUNTERS.items() if m.get(key)]

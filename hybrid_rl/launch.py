@@ -91,7 +91,7 @@ def launch(count: int, arguments: Sequence[str]) -> int:
         except SignalException as error:
             with suppress(SignalException):  # a second signal ends the patience
                 if ranks:
-                    ranks.close(error.sigval)
+                    ranks.close(error.sigval, timeout=10)
             return 128 + error.sigval
         except KeyboardInterrupt:
             return 130

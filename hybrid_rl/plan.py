@@ -9,14 +9,14 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
-from hybrid_rl.config import Config
+from hybrid_rl.config import Config, Offload
 from hybrid_rl.console import Console
 from hybrid_rl.data import load_task_sets
 from hybrid_rl.data.render import demonstration, prompt_ids
 from hybrid_rl.doctor import machine
-from hybrid_rl.policy import tiny
+from hybrid_rl.policy import lora, tiny
 from hybrid_rl.policy.layout import first_fit_decreasing
-from hybrid_rl.policy.model import LOGIT_CHUNK_ELEMENTS, ModelError, pick_device
+from hybrid_rl.policy.model import LOGIT_CHUNK_ELEMENTS, ModelError, compute_dtype, pick_device
 from hybrid_rl.ranks import Ranks
 from hybrid_rl.rollout.reward import Scorer
 from hybrid_rl.session import choose_layout
@@ -34,7 +34,10 @@ def print_plan(config: Config, console: Console, ranks: Ranks) -> None:
         except (OSError, ValueError) as error:
             raise ModelError(f"model.path={config.model.path} cannot be read: {str(error).strip().splitlines()[0]}") from error
     with torch.device("meta"):
-        parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(model_config).parameters())
+        model = AutoModelForCausalLM.from_config(model_config)
+    parameters = sum(p.numel() for p in model.parameters())
+    lora.inject(model, config.policy.lora)
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     wanted = r.batch_size // r.group_size
     tasks = load_task_sets(config.data, rl_tasks=wanted, sft_tasks=config.sft.batch_size if config.sft.steps else 0)
     prompts = [len(prompt_ids(task, tokenizer, r.max_prompt_tokens)) for task in [*tasks.rl, *tasks.eval]]
@@ -65,7 +68,7 @@ def print_plan(config: Config, console: Console, ranks: Ranks) -> None:
     console.say(_batch_line("at most", config, prompt, r.max_tokens))
     updates = f"{config.algo.minibatches} AdamW step{'s' * (config.algo.minibatches > 1)} each"
     console.say(f"RL         {config.rl.steps} steps, {updates}, lr {config.rl.optimizer.lr:g}, temperature {r.temperature:g}")
-    for line in _memory_lines(config, model_config, parameters, device):
+    for line in _memory_lines(config, model_config, parameters, trainable, device, ranks):
         console.say(line)
 
 
@@ -82,19 +85,49 @@ def _batch_line(label: str, config: Config, prompt: float, completion: float) ->
     )
 
 
-def _memory_lines(config: Config, model: PreTrainedConfig, parameters: int, device: torch.device) -> list[str]:
-    """Bytes by arithmetic, not measurement; activations are a rule of thumb (34 values a token and hidden unit a layer)."""
-    text = model.get_text_config()
-    size = 2 if device.type == "cuda" else 4
+def _memory_lines(
+    config: Config, model: PreTrainedConfig, parameters: int, trainable: int, device: torch.device, ranks: Ranks
+) -> list[str]:  # fmt: skip
+    lines: list[str] = []
+    for phase, items in memory_by_phase(config, model, parameters, trainable, device, ranks).items():
+        what = " + ".join(f"{name} {gib:.2f}" for name, gib in items.items() if gib >= 0.005)
+        lines.append(f"{'memory' if not lines else '':<11}{phase}: {sum(items.values()):.2f} GiB a rank ({what})")
+    return lines
+
+
+def memory_by_phase(
+    config: Config, model: PreTrainedConfig, parameters: int, trainable: int, device: torch.device, ranks: Ranks
+) -> dict[str, dict[str, float]]:  # fmt: skip
+    """GiB that one rank holds in each phase, by arithmetic and not measurement (docs/memory.md has the table).
+
+    Activations are a rule of thumb: 34 values a token and hidden unit in each layer, or one where they are computed again.
+    """
+    text, policy = model.get_text_config(), config.policy
+    dtype = compute_dtype(policy.dtype, device)
+    size, sharded = dtype.itemsize, ranks.world > 1 or dtype != torch.float32
+    share = (policy.shard or ranks.local_world) if sharded else 1
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    tokens = config.engine.slots * (config.rollout.max_prompt_tokens + config.rollout.max_tokens)
-    kv = 2 * text.num_hidden_layers * kv_heads * head_dim * tokens * size
-    states = parameters * 4 * 4  # parameters, gradients and two Adam moments, float32
-    row = config.policy.row_tokens
-    activations = 34 * text.num_hidden_layers * text.hidden_size * row * size + 3 * 4 * min(LOGIT_CHUNK_ELEMENTS, row * text.vocab_size)
-    layout = choose_layout(config.policy.layout, device)
-    return [
-        f"memory     while sampling {(parameters * 4 + parameters * 8 + kv) / 2**30:.2f} GiB: parameters, Adam moments, KV cache {kv / 2**20:.0f} MiB",
-        f"           while training {(states + activations) / 2**30:.2f} GiB: parameters, gradients, moments, one row's activations (layout {layout})",
-    ]
+    kv_tokens = config.engine.slots * (config.rollout.max_prompt_tokens + config.rollout.max_tokens)
+    embeddings = text.vocab_size * text.hidden_size  # with the head the largest unit of FSDP, and whole during the whole backward
+    layer, row = (parameters - embeddings) / text.num_hidden_layers, policy.row_tokens
+    kept, again = (1, 34) if policy.activation_checkpointing else (34, 0)
+    activations = (kept * text.num_hidden_layers + again) * text.hidden_size * row * size
+    stays = lambda what: 0 if policy.offload in what else 1  # noqa: E731
+    in_bytes = {
+        "sampling": {
+            "parameters": 4 * parameters / share * (stays([Offload.all]) if sharded else 1),
+            "whole weights": size * parameters if sharded else 0,
+            "Adam moments": 8 * trainable / share * stays([Offload.optimizer, Offload.all]),
+            "KV cache": 2 * text.num_hidden_layers * kv_heads * head_dim * kv_tokens * size,
+        },
+        "training": {
+            "parameters": 4 * parameters / share,
+            "units whole": size * (embeddings + 2 * layer) if sharded else 0,
+            "gradients": 4 * trainable / share,
+            "Adam moments": 8 * trainable / share,
+            "activations": activations,
+            "logits": 3 * 4 * min(LOGIT_CHUNK_ELEMENTS, row * text.vocab_size),
+        },
+    }
+    return {phase: {name: value / 2**30 for name, value in items.items()} for phase, items in in_bytes.items()}

@@ -105,6 +105,7 @@ class Ranks:
         _exit(code)
 
 
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # gloo on GPUs too, for what ranks tell each other
 GRACE = 5.0  # seconds that the launcher has to end a rank after another one failed
 ELSEWHERE = "(raised on another rank)"
 
@@ -129,5 +130,5 @@ def join(timeout: float, device: str = "auto") -> Ranks:
     gpu = device != "cpu" and torch.cuda.is_available()
     if gpu:
         torch.cuda.set_device(ranks.local_rank)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=timedelta(seconds=timeout))
+    dist.init_process_group(BACKENDS["cuda" if gpu else "cpu"], timeout=timedelta(seconds=timeout))
     return ranks

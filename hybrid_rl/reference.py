@@ -39,8 +39,10 @@ class Reference:
         self.park()
 
     def park(self) -> None:
-        if self.model.device.type != "cpu" or self.model.settings.offload == Offload.all:
-            self.parked = Parked(local(p) for p in self.model.parameters.values())
+        """On a GPU always; on the CPU where policy.offload says so, and not on one rank, whose parameters lie in a mapped file."""
+        model = self.model
+        if model.device.type != "cpu" or (model.settings.offload == Offload.all and model.ranks.world > 1):
+            self.parked = Parked(local(p) for p in model.parameters.values())
 
 
 def make_reference(s: Session, start: int) -> Reference | None:

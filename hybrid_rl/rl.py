@@ -82,7 +82,8 @@ def train_on(
         own = [advantages[r.group_id, r.index] for r in rollouts]
         results.append(update(s.policy, optimizer, rollouts, own, loss_fn, *how, distant, c.algo.kl_coef))
     if not results:
-        return dict.fromkeys(("loss", "entropy", "mismatch_kl", "clip_fraction", "grad_norm", "lr", "skipped"), 0.0)
+        names = ("loss", "entropy", "mismatch_kl", "clip_fraction", *(["reference_kl"] if reference else []), "grad_norm", "lr", "skipped")
+        return dict.fromkeys(names, 0.0)
     means = {name: statistics.fmean(result[name] for result in results) for name in results[0]}
     return {**means, "mismatch_kl": results[0]["mismatch_kl"], "skipped": sum(result["skipped"] for result in results)}
 

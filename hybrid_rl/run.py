@@ -35,8 +35,16 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
+    try:
+        code = _main()
+    except KeyboardInterrupt:
+        code = 130
+    return _ranks.leave(code) if _ranks else code
+
+
+def _main() -> int:
     """Check every job's settings before anything heavy loads, then let Hydra run them."""
-    global _ranks, _exit_code
+    global _ranks
     if launched():
         end_with_launcher()
     arguments = get_args_parser().parse_intermixed_args()
@@ -58,11 +66,8 @@ def main() -> int:
         print(f"hybrid_rl: {error}", file=sys.stderr)
         return 2
     OmegaConf.register_new_resolver("run_folder", _run_folder, use_cache=True)
-    try:
-        hydra.main(config_path=str(CONF), config_name="config", version_base="1.3")(_job)()
-    except KeyboardInterrupt:
-        _exit_code = 130
-    return _ranks.leave(_exit_code) if _ranks else _exit_code
+    hydra.main(config_path=str(CONF), config_name="config", version_base="1.3")(_job)()
+    return _exit_code
 
 
 def _check_ranks(config: Config) -> None:

@@ -51,10 +51,10 @@ def run(config: Config, folder: Path, ranks: Ranks | None = None) -> int:
     transformers_logging.disable_progress_bar()
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     try:
-        if config.dry_run:
-            print_plan(config, console, ranks)
-        else:
+        if not config.dry_run:
             _train(config, folder, console, ranks)
+        elif ranks.main:
+            print_plan(config, console, ranks)
     except EXPECTED as error:
         after_rank_0()  # an error of all ranks is said once
         Console().say(f"hybrid_rl: {error}")
@@ -115,10 +115,10 @@ def _build(
     model_folder = Path(config.model.path) if config.model.path else folder / "base_model"
     if not config.model.path and resumed is None:
         ranks.from_main(lambda: _make_tiny(model_folder, config))
+    torch.manual_seed(config.seed)  # adapters begin at random
     policy = Policy.load(model_folder, device, config.policy, ranks)
     threads = 1 if policy.parameter_count() < TINY_PARAMETERS else max(1, cores() // ranks.local_world)
     torch.set_num_threads(config.threads or threads)
-    torch.manual_seed(config.seed)
     r = config.rollout
     tasks = load_task_sets(
         config.data,
@@ -153,7 +153,9 @@ def _introduce(s: Session) -> None:
         f"chosen:  {s.ranks.world} rank{'s' * (s.ranks.world > 1)} on {s.policy.device.type}, {torch.get_num_threads()} thread(s) each, "
         f"engine local (samples from the policy's memory), layout {s.layout}, compute {str(s.policy.dtype).removeprefix('torch.')}"
     )
-    say(f"model:   {config.model.path or 'embedded tiny Qwen3'}, {s.policy.parameter_count():,} parameters")
+    trained = sum(p.numel() for p in s.policy.trainable.values())
+    adapters = f", of which {trained:,} are trained (LoRA adapters of rank {config.policy.lora.rank})" if config.policy.lora.rank else ""
+    say(f"model:   {config.model.path or 'embedded tiny Qwen3'}, {s.policy.parameter_count():,} parameters{adapters}")
     say(f"tasks:   {len(s.tasks.sft):,} for SFT, {len(s.tasks.rl):,} for RL, {len(s.tasks.eval):,} held out")
     if config.rollout.top_k or config.rollout.top_p < 1:
         say("note:    top-k or top-p restrict sampling; the update still compares whole distributions, so ratios are biased")
@@ -220,6 +222,8 @@ def _finish(s: Session) -> None:
     s.console.say(f"report:  {report}")
     s.console.say(f"samples: {s.folder / 'samples.md'}")
     s.console.say(f"model:   {s.folder / 'final'}")
+    if s.config.policy.lora.rank:
+        s.console.say(f"adapter: {s.folder / 'final_adapter'}")
 
 
 def _put(exported: Path, final: Path) -> None:

@@ -18,7 +18,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hybrid_rl.config import Config
+from hybrid_rl.config import Config, Reference
 
 PACKAGE = Path(__file__).parent
 # In a checkout conf/ lies beside the package; an installed wheel carries it inside.
@@ -192,6 +192,16 @@ def _problems(c: DictConfig) -> Iterator[tuple[str, str]]:
         yield "model.tiny.kv_heads", f"must divide model.tiny.heads={t.heads}"
     if t.head_dim % 2:
         yield "model.tiny.head_dim", f"must be even (rotary embedding); the nearest is {t.head_dim + 1}"
+    if c.policy.lora.rank > 0 and importlib.util.find_spec("peft") is None:
+        yield "policy.lora.rank", "adapters need peft, which is not installed; pip install 'hybrid_rl[lora]'"
+    if c.policy.lora.rank > 0 and not c.policy.lora.targets:
+        yield "policy.lora.targets", "names no module; all-linear means all of them"
+    if c.algo.reference == Reference.base and c.policy.lora.rank == 0:
+        yield "algo.reference", "is the policy without its adapters, and policy.lora.rank=0 means it has none; use frozen"
+    if not 0 <= c.algo.kl_coef < math.inf:
+        yield "algo.kl_coef", "must be a number of at least 0"
+    elif c.algo.kl_coef and c.algo.reference == Reference.none:
+        yield "algo.kl_coef", "needs a model to measure the distance from; set algo.reference=frozen"
     if c.device not in ("auto", "cpu", "cuda"):
         yield "device", f"{_nearest(c.device, ['auto', 'cpu', 'cuda'])}"
     if c.resume not in ("never", "auto") and not Path(c.resume).is_dir():
@@ -213,7 +223,7 @@ def _problems(c: DictConfig) -> Iterator[tuple[str, str]]:
 LEAST = {
     "rollout.batch_size": 2, "rollout.group_size": 2, "rollout.max_tokens": 1, "rollout.max_prompt_tokens": 1,
     "rollout.top_k": 0, "rollout.max_replacements": 0, "rollout.reward_workers": 1, "engine.slots": 1, "policy.row_tokens": 2,
-    "policy.max_bad_steps": 1, "sft.steps": 0, "sft.batch_size": 1, "sft.checkpoint_every": 0, "rl.steps": 0, "algo.minibatches": 1,
+    "policy.max_bad_steps": 1, "policy.lora.rank": 0, "policy.lora.alpha": 1, "sft.steps": 0, "sft.batch_size": 1, "sft.checkpoint_every": 0, "rl.steps": 0, "algo.minibatches": 1,
     "rl.checkpoint_every": 1, "rl.keep_checkpoints": 1, "rl.eval_every": 0, "eval.temperature": 0, "eval.samples": 1,
     "eval.max_tasks": 0, "threads": 0, "ranks": 0, "seed": 0, "sft.optimizer.warmup_steps": 0, "rl.optimizer.warmup_steps": 0,
     "sft.optimizer.weight_decay": 0, "rl.optimizer.weight_decay": 0, "model.tiny.layers": 1, "model.tiny.heads": 1,

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
+import subprocess
 import time
 from pathlib import Path
 
 DOES = "RANK_PROGRAM_DOES"
 
 
+class Skewed(datetime.datetime):
+    """Another rank, another clock."""
+
+    __slots__ = ()
+
+    @classmethod
+    def now(cls, tz=None):
+        return super().now(tz) + datetime.timedelta(hours=int(os.environ.get("RANK", "0")))
+
+
 def run(config, folder: Path, ranks) -> int:
-    facts = {"pid": os.getpid(), "rank": ranks.rank, "world": ranks.world, "folder": str(folder)}
+    from torch import distributed
+
+    group = distributed.is_initialized()
+    facts = {"pid": os.getpid(), "rank": ranks.rank, "world": ranks.world, "folder": str(folder), "group": group}
     os.makedirs("facts", exist_ok=True)
     Path("facts", f".{os.getpid()}").write_text(json.dumps(facts))
     os.rename(f"facts/.{os.getpid()}", f"facts/{os.getpid()}.json")
@@ -26,16 +41,18 @@ def run(config, folder: Path, ranks) -> int:
 def agrees(config, ranks) -> int:
     assert [r for r, _ in ranks.all_gather((ranks.rank, "x" * 100_000))] == list(range(ranks.world))
     if ranks.main:
+        time.sleep(0.5)  # the others are done sooner
         print(f"{ranks.world} ranks agree", flush=True)
     return 0
 
 
 def works(config, ranks) -> int:
-    """Until it is ended, with a reward worker as a run has."""
+    """Until it is ended, with a reward worker as a run has, and a program that takes no notice of anything."""
     from hybrid_rl.rollout.reward import Scorer
 
     scorer = Scorer(config.reward, 1, 10)
     scorer.check()
+    subprocess.Popen(["sleep", "100"])
     ranks.all_gather(None)
     if ranks.main:
         print("at work", flush=True)
@@ -69,9 +86,8 @@ def fails(config, ranks) -> int:
     return 1
 
 
-def ends_late(config, ranks) -> int:
+def second_hangs(config, ranks) -> int:
+    if ranks.rank == 1:
+        time.sleep(100)
     ranks.all_gather(None)
-    if ranks.main:
-        time.sleep(0.5)
-        print("late", flush=True)
     return 0

@@ -3,14 +3,19 @@
 from collections.abc import Iterator
 
 import pytest
+import torch
 
-from hybrid_rl.config import RolloutConfig
+from hybrid_rl.config import PolicyConfig, RolloutConfig
 from hybrid_rl.engine.base import Completion
 from hybrid_rl.engine.local import LocalEngine
+from hybrid_rl.handover import hand_over
+from hybrid_rl.policy.model import Policy
+from hybrid_rl.ranks import Ranks
 from hybrid_rl.rollout.collector import Collector
 from hybrid_rl.rollout.reward import RewardError, Scorer
 from hybrid_rl.rollout.sample import request_seed
 from hybrid_rl.types import Task
+from tests.ranks import on_ranks
 
 TASKS = [Task(f"t{i}", ({"role": "user", "content": "x" * (i + 1)},), str(i)) for i in range(30)]
 CONFIG = RolloutConfig(batch_size=12, group_size=3, max_tokens=6, max_prompt_tokens=40, max_replacements=2)
@@ -130,3 +135,32 @@ def test_request_seeds_differ_by_every_fact():
         request_seed(run, kind, group, index) for run in range(5) for kind in ("rl", "eval") for group in range(20) for index in range(16)
     }
     assert len(seeds) == 5 * 2 * 20 * 16
+
+
+def collect_on(ranks: Ranks, folder, reward: str) -> list[list[tuple]]:
+    """Three steps' rollouts, and which of them this rank sampled."""
+    policy = Policy.load(folder, torch.device("cpu"), PolicyConfig(), ranks)
+    engine = LocalEngine(policy.sampler, policy.end_ids(), 64, 64)
+    hand_over(policy, engine, 4)
+    scorer = Scorer({"_target_": f"tests.rewards.{reward}"}, workers=1, timeout=5)
+    try:
+        collector = Collector(engine, TASKS, policy.tokenizer, scorer, CONFIG, 0, ranks)
+        batches = [collector.collect() for _ in range(3)]
+        return [fingerprint(batch) for batch in batches], engine.stats.sampled_tokens
+    finally:
+        scorer.close()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_same_seed_gives_the_same_rollouts_on_any_number_of_ranks(tiny_folder, world):
+    """Prompt, completion and reward stay together over ranks, replacements included; every rank samples its share and knows them all."""
+    expected, sampled = collect_on(Ranks(), tiny_folder, "hash_of_answer")
+    results = on_ranks(world, collect_on, tiny_folder, "hash_of_answer")
+    for steps, _ in results:
+        for ours, theirs in zip(steps, expected, strict=True):
+            for a, b in zip(ours, theirs, strict=True):
+                assert a[:4] == b[:4]
+                assert a[4] == pytest.approx(b[4], abs=1e-5)  # log-probabilities: the engine's batch has other rows
+                assert a[5] == b[5]
+    assert sum(count for _, count in results) == sampled
+    assert max(count for _, count in results) < 1.4 * sampled / world

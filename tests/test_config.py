@@ -1,5 +1,6 @@
 """Settings: every default can be overridden, and every bad one ends in one line that says what to do."""
 
+import importlib.util
 import subprocess
 import sys
 
@@ -48,6 +49,14 @@ BAD = [
     ([REVERSE, "reward._target_=no.such.module.f"], "there is no module 'no.such.module' on the Python path"),
     ([REVERSE, "algo.loss.clip_lo=0.1"], "there are: _target_, clip_low, clip_high"),
     ([REVERSE, "algo=gpro"], "there are: dr_grpo, grpo"),
+    ([REVERSE, "policy.lora.rank=-1"], "policy.lora.rank=-1 (command line): must be at least 0"),
+    ([REVERSE, "policy.lora.rank=4", "policy.lora.alpha=0"], "policy.lora.alpha=0 (command line): must be at least 1"),
+    ([REVERSE, "policy.lora.rank=4", "policy.lora.targets=[]"], "policy.lora.targets=[] (command line): names no module; all-linear means all of them"),
+    ([REVERSE, "algo.reference=base"], "the policy without its adapters, and policy.lora.rank=0 means it has none; use frozen"),
+    ([REVERSE, "algo.reference=frosen"], "algo.reference=frosen"),
+    ([REVERSE, "algo.kl_coef=0.1"], "algo.kl_coef=0.1 (command line): needs a model to measure the distance from; set algo.reference=frozen"),
+    ([REVERSE, "algo.kl_coef=-0.1", "algo.reference=frozen"], "algo.kl_coef=-0.1 (command line): must be a number of at least 0"),
+    ([REVERSE, "algo.kl_coef=nan", "algo.reference=frozen"], "must be a number of at least 0"),
 ]  # fmt: skip
 
 
@@ -58,6 +67,13 @@ def test_bad_settings(overrides, expected):
     message = str(caught.value)
     assert expected in message
     assert "\n" not in message
+
+
+def test_adapters_without_peft(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, find=importlib.util.find_spec: None if name == "peft" else find(name))
+    assert load([REVERSE]).policy.lora.rank == 0
+    with pytest.raises(ConfigError, match=r"policy.lora.rank=4 \(command line\): .* not installed; pip install 'hybrid_rl\[lora\]'$"):
+        load([REVERSE, "policy.lora.rank=4"])
 
 
 def test_every_default_can_be_overridden_without_plus():

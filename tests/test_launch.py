@@ -17,7 +17,10 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
 
+from hybrid_rl.run import main
 from tests import rank_program
 
 ROOT = Path(__file__).parents[1]
@@ -29,10 +32,11 @@ ACCELERATE = [
     "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0", *RUN,
 ]  # fmt: skip
 STAND_IN = f"""
-import sys
+import datetime, sys
 sys.path.insert(0, {str(ROOT)!r})
 import tests.rank_program
 sys.modules["hybrid_rl.stages"] = tests.rank_program
+datetime.datetime = tests.rank_program.Skewed
 """
 SOON = 8.0  # seconds within which everything must be gone
 Start = Callable[..., subprocess.Popen]
@@ -42,11 +46,13 @@ Start = Callable[..., subprocess.Popen]
 def start(tmp_path) -> Iterator[Start]:
     """start(function of rank_program, command) → the process, in tmp_path, in a process group of its own; what is left of it is killed."""
     (tmp_path / "sitecustomize.py").write_text(STAND_IN)
-    plain = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK", "LOCAL_RANK")}
-    environment = plain | {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    plain = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "GLOO_SOCKET_IFNAME")}
+    environment = plain | {"PYTHONPATH": str(tmp_path), "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     started = []
 
     def start(does: str, command: list[str], **more: str) -> subprocess.Popen:
+        if "ranks=2" not in command:  # the command's own ranks see to it themselves
+            more["GLOO_SOCKET_IFNAME"] = "lo"
         process = subprocess.Popen(
             command, cwd=tmp_path, env=environment | {rank_program.DOES: does} | more, text=True, start_new_session=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -56,7 +62,9 @@ def start(tmp_path) -> Iterator[Start]:
 
     yield start
     left = [p for process in started for p in tree(process.pid)] + [p for fact in facts(tmp_path) for p in tree(fact["pid"])]
-    for process in left:
+    for process in started:
+        process.terminate()
+    for process in psutil.wait_procs(left, timeout=5)[1]:
         with suppress(psutil.NoSuchProcess):
             process.kill()
     for process in started:
@@ -91,7 +99,7 @@ def at_work(process: subprocess.Popen, folder: Path, ranks: int = 2) -> list[psu
     pids = [fact["pid"] for fact in facts(folder)]
     assert len(pids) == ranks
     processes = [p for pid in pids for p in tree(pid)]
-    assert len(processes) >= ranks * 3  # each with its reward worker and multiprocessing's tracker
+    assert len(processes) >= ranks * 4  # each with a reward worker, multiprocessing's tracker and another program
     return list({*processes, *tree(process.pid)})
 
 
@@ -111,7 +119,7 @@ def test_the_command_starts_its_ranks(start, tmp_path):
 def test_one_rank_is_this_very_process(start, tmp_path):
     process = start("agrees", [sys.executable, *RUN])
     assert end(process) == "1 ranks agree\n"
-    assert [(f["pid"], f["world"]) for f in facts(tmp_path)] == [(process.pid, 1)]
+    assert [(f["pid"], f["world"], f["group"]) for f in facts(tmp_path)] == [(process.pid, 1, False)]
 
 
 @pytest.mark.parametrize("command", [TORCHRUN, ACCELERATE], ids=["torchrun", "accelerate"])
@@ -148,6 +156,8 @@ def test_every_socket_is_on_the_loopback_interface(start, tmp_path):
     listening = [c.laddr.ip for p in tree(process.pid) for c in p.net_connections() if c.status == psutil.CONN_LISTEN]
     assert len(listening) >= 3  # the launcher's store, and each rank's gloo
     assert {ip.removeprefix("::ffff:") for ip in listening} <= {"127.0.0.1", "::1"}
+    if sys.platform == "linux":  # also where the host's name is another address
+        assert {psutil.Process(fact["pid"]).environ()["GLOO_SOCKET_IFNAME"] for fact in facts(tmp_path)} == {"lo"}
 
 
 @pytest.mark.parametrize(
@@ -178,6 +188,14 @@ def test_a_killed_rank_ends_the_run(start, tmp_path):
     assert_gone(processes)
 
 
+def test_a_rank_that_hangs_ends_the_run(start):
+    started = time.monotonic()
+    output = end(start("second_hangs", [*OWN, "rank_timeout=2"]), code=1)
+    assert output.startswith("hybrid_rl: rank 0 failed\nTraceback")
+    assert "imed out" in output
+    assert time.monotonic() - started < 40
+
+
 @pytest.mark.parametrize("command", [OWN, TORCHRUN], ids=["own", "torchrun"])
 def test_no_rank_outlives_its_launcher(start, tmp_path, command):
     process = start("works", command)
@@ -189,11 +207,10 @@ def test_no_rank_outlives_its_launcher(start, tmp_path, command):
 @pytest.mark.parametrize(
     ("send", "code", "said"),
     [
-        (lambda pid: os.kill(pid, signal.SIGINT), 130, "interrupted\n"),
         (lambda pid: os.killpg(pid, signal.SIGINT), 130, "interrupted\n"),  # as a terminal does
         (lambda pid: os.kill(pid, signal.SIGTERM), 143, ""),
     ],
-    ids=["SIGINT", "ctrl-c", "SIGTERM"],
+    ids=["ctrl-c", "SIGTERM"],
 )
 def test_signals_end_every_rank(start, tmp_path, send, code, said):
     process = start("works", OWN)
@@ -231,7 +248,19 @@ def test_ranks_that_do_not_fit(start, tmp_path, arguments, world, expected):
     assert not (tmp_path / "outputs").exists()
 
 
-def test_ranks_end_cleanly_at_different_times(start):
-    started = time.monotonic()
-    assert end(start("ends_late", OWN)) == "late\n"
-    assert time.monotonic() - started < 30
+@pytest.mark.parametrize(
+    ("overrides", "gpus", "ranks"),
+    [([], 0, 1), ([], 2, 2), (["ranks=1"], 2, 1), (["ranks=4", "device=cpu"], 2, 4), (["ranks=3"], 2, None), (["ranks=3"], 0, 3)],
+)
+def test_one_rank_for_each_gpu(monkeypatch, tmp_path, overrides, gpus, ranks):
+    """None: refused. On the CPU as many as wanted."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["run", "+recipe=reverse", *overrides])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr("hybrid_rl.stages.run", lambda config, folder, here: here.world)
+    monkeypatch.setattr("hybrid_rl.run.launch", lambda count, arguments: count)
+    GlobalHydra.instance().clear()
+    OmegaConf.clear_resolver("run_folder")
+    assert main() == (2 if ranks is None else ranks)
+    assert (tmp_path / "outputs").exists() == (ranks is not None)

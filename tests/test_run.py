@@ -119,7 +119,7 @@ def test_the_final_model_is_an_ordinary_folder(whole):
     folder = run_folder(whole[0])
     model = AutoModelForCausalLM.from_pretrained(folder / "final")
     tokenizer = AutoTokenizer.from_pretrained(folder / "final")
-    weights = load_file(folder / "checkpoints" / "rl_000006" / "policy.safetensors")
+    weights = load_file(folder / "checkpoints" / "rl_000006" / "policy.00000-of-00001.safetensors")
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in weights.items())
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": "abc"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
@@ -179,10 +179,10 @@ def test_resume_refuses_other_settings_and_damage(whole, tmp_path):
     output = run(tmp_path, f"resume={folder}", "rl.optimizer.lr=0.5", code=1)
     assert re.search(r"was started with other settings \(rl.optimizer.lr: \S+ → 0.5\)", output)
     assert "rl_000006 is past rl.steps=3" in run(tmp_path, f"resume={folder}", "rl.steps=3", code=1)
-    weights = folder / "checkpoints" / "rl_000006" / "policy.safetensors"
+    weights = folder / "checkpoints" / "rl_000006" / "policy.00000-of-00001.safetensors"
     weights.write_bytes(weights.read_bytes()[:-8])
     output = run(tmp_path, f"resume={folder}", code=1)
-    assert "policy.safetensors is missing or damaged" in output
+    assert "policy.00000-of-00001.safetensors is missing or damaged" in output
     assert "Traceback" not in output
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import save_file
@@ -21,16 +22,36 @@ NAME = "default"
 def inject(model: PreTrainedModel, config: LoraConfig) -> None:
     """Add adapters to the matrices that config.targets names and freeze everything else; nothing where rank is 0.
 
-    Raises ValueError where no module is matched.
+    Raises ValueError for a target that names none.
     """
     if not config.rank:
         return
     import peft  # only here: a run without adapters need not have it
 
-    targets: str | list[str] = config.targets[0] if config.targets == ["all-linear"] else list(config.targets)
-    model.add_adapter(peft.LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets))
+    wanted = peft.LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=_matrices(model, config.targets), task_type="CAUSAL_LM")
+    peft.inject_adapter_in_model(wanted, model, NAME)  # not model.add_adapter, which insists on a newer peft than it needs
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))
+
+
+def _matrices(model: PreTrainedModel, targets: list[str]) -> list[str]:
+    """Whole names of the linear modules that are meant: a target is a module's name or its end, as in peft, and each has to name one.
+
+    The head is left out: it may be the embedding. So are experts that are fused into one parameter, which are no modules.
+    """
+    head = model.get_output_embeddings()
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
+    if list(targets) == ["all-linear"]:
+        return linear
+    found = {target: [name for name in linear if f".{name}".endswith(f".{target}")] for target in targets}
+    for target, names in found.items():
+        if not names:
+            known = {name.rpartition(".")[2] for name in linear}
+            near = ", ".join(difflib.get_close_matches(target.rpartition(".")[2], sorted(known), 3, 0.0))
+            raise ValueError(
+                f"policy.lora.targets: {target} names no linear module of {type(model).__name__} below its head; the nearest are {near}"
+            )
+    return [name for name in linear if any(name in names for names in found.values())]
 
 
 def is_adapter(name: str) -> bool:
@@ -70,15 +91,11 @@ def disabled(model: nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-def save(folder: str | Path, config: LoraConfig, adapters: dict[str, Tensor], base: str) -> None:
+def save(folder: str | Path, model: PreTrainedModel, adapters: dict[str, Tensor], base: str) -> None:
     """A folder that peft.PeftModel.from_pretrained reads."""
-    import peft
-
     Path(folder).mkdir(parents=True, exist_ok=True)
     names = {f"base_model.model.{name.replace(f'.{NAME}.', '.')}": tensor for name, tensor in adapters.items()}
     save_file(names, Path(folder) / "adapter_model.safetensors")
-    targets: str | list[str] = config.targets[0] if config.targets == ["all-linear"] else list(config.targets)
-    saved = peft.LoraConfig(
-        r=config.rank, lora_alpha=config.alpha, target_modules=targets, base_model_name_or_path=base, task_type="CAUSAL_LM"
-    )
-    saved.save_pretrained(str(folder))
+    config = cast(Any, model).peft_config[NAME]
+    config.base_model_name_or_path, config.target_modules = base, sorted(config.target_modules)
+    config.save_pretrained(str(folder))

@@ -15,13 +15,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from hybrid_rl.ranks import Ranks
+from hybrid_rl.ranks import BACKENDS, Ranks
 
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name since torch 2.13, and before
 
 
 def make_mesh(ranks: Ranks, size: int, device: torch.device) -> DeviceMesh:
     """Groups of `size` neighbouring ranks share one copy of the parameters; several groups are replicas (hybrid sharding)."""
+    if not dist.is_initialized():  # one rank that computes in half precision: FSDP casts for it, and wants a group even of one
+        dist.init_process_group(BACKENDS[device.type], store=dist.HashStore(), rank=0, world_size=1)
     if size == ranks.world:
         return init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
     return init_device_mesh(device.type, (ranks.world // size, size), mesh_dim_names=("replicate", "shard"))
@@ -91,7 +93,7 @@ class Gathering:
     @torch.no_grad()
     def _gather(self, parts: list[tuple[str, Tensor, Tensor]], size: int) -> dict[str, Tensor]:
         if all(not isinstance(parameter, DTensor) for _, parameter, _ in parts):
-            return {name: rows.detach().to(self.dtype) for name, _, rows in parts}  # nothing to gather, and nothing copied without need
+            return {name: rows.detach() for name, _, rows in parts}  # nothing to gather; who copies them casts on the way
         if self._buffer.nbytes < size:
             self._buffer = torch.empty(max(size, 0) // self.dtype.itemsize, dtype=self.dtype, device=self.device)
         bucket, start = {}, 0
@@ -119,4 +121,4 @@ def _padded(parameter: Tensor) -> int:
     if not isinstance(parameter, DTensor):
         return parameter.numel()
     shares = parameter.device_mesh.size(-1)
-    return -(-parameter.shape[0] // shares) * shares * parameter[0].numel()
+    return -(-parameter.shape[0] // shares) * shares * parameter.shape[1:].numel()  # not parameter[0], for which DTensor gathers it all

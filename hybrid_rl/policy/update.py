@@ -68,6 +68,7 @@ def score(policy: Policy, rollouts: Sequence[Rollout], temperature: float, layou
     for row in pack(rollouts, layout, row_tokens, policy.ranks):
         row = row.to(policy.device)
         logprobs[row.token_index] = policy.logprobs(row, temperature)[0]
+    policy.reshard()  # after a forward without a backward, FSDP keeps embeddings and head whole
     return policy.ranks.sum(logprobs)
 
 

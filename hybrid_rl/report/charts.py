@@ -81,6 +81,7 @@ def health_charts(rl: Sequence[Record]) -> list[Chart]:
         _line("Truncated", "share of completions", rl, "truncated", percent=True),
         _line("Entropy", "nats a token", rl, "entropy", from_zero=True),
         _line("Mismatch KL", "nats, log scale" if positive else "nats a token", rl, "mismatch_kl", log=positive),
+        _line("Reference KL", "nats a token", rl, "reference_kl", from_zero=True),
         _line("Clip fraction", "share of tokens", rl, "clip_fraction", percent=True),
         _line("Gradient norm", "before clipping", rl, "grad_norm", from_zero=True),
     )
