@@ -198,6 +198,9 @@ def main() -> None:
                     sys.exit(1)
                 result = json.loads(out.read_text())
                 rows, sizes = rows + result["rows"], sizes + result["sweep"]
+                print(
+                    f"{name} on {world} rank(s):", *(f"{r['engine']} {r['seconds']['handover']:.3f} s" for r in result["rows"]), flush=True
+                )
     print(
         table(
             [line(r) for r in rows], ("model", "ranks", "engine", "MB", "s", "GB/s", "copy s", "× copy", "gather s", "× gather", "× both")

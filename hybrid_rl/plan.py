@@ -50,7 +50,8 @@ def print_plan(config: Config, console: Console, ranks: Ranks) -> None:
     here = machine()
     console.heading(f"Plan for recipe {config.name} (nothing is trained)")
     console.say(f"machine    {here['cpu']}, {here['cores']} cores, {here['memory_gib']:.0f} GiB; {here['gpu'] or 'no GPU'}")
-    console.say(f"ranks      {ranks.world} ({device.type})")
+    compute = str(compute_dtype(config.policy.dtype, device)).removeprefix("torch.")
+    console.say(f"ranks      {ranks.world} ({device.type}), compute {compute}, layout {choose_layout(config.policy.layout, device)}")
     console.say(f"engine     local: samples from the policy's own memory, {config.engine.slots} completions at a time")
     console.say(
         f"model      {config.model.path or 'embedded tiny Qwen3'}: {parameters:,} parameters, vocabulary {model_config.vocab_size:,}"

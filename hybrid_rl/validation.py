@@ -223,7 +223,8 @@ def _problems(c: DictConfig) -> Iterator[tuple[str, str]]:
 LEAST = {
     "rollout.batch_size": 2, "rollout.group_size": 2, "rollout.max_tokens": 1, "rollout.max_prompt_tokens": 1,
     "rollout.top_k": 0, "rollout.max_replacements": 0, "rollout.reward_workers": 1, "engine.slots": 1, "policy.row_tokens": 2,
-    "policy.max_bad_steps": 1, "policy.lora.rank": 0, "policy.lora.alpha": 1, "sft.steps": 0, "sft.batch_size": 1, "sft.checkpoint_every": 0, "rl.steps": 0, "algo.minibatches": 1,
+    "policy.max_bad_steps": 1, "policy.shard": 0, "policy.lora.rank": 0, "policy.lora.alpha": 1, "handover.bucket_mib": 1,
+    "sft.steps": 0, "sft.batch_size": 1, "sft.checkpoint_every": 0, "rl.steps": 0, "algo.minibatches": 1,
     "rl.checkpoint_every": 1, "rl.keep_checkpoints": 1, "rl.eval_every": 0, "eval.temperature": 0, "eval.samples": 1,
     "eval.max_tasks": 0, "threads": 0, "ranks": 0, "seed": 0, "sft.optimizer.warmup_steps": 0, "rl.optimizer.warmup_steps": 0,
     "sft.optimizer.weight_decay": 0, "rl.optimizer.weight_decay": 0, "model.tiny.layers": 1, "model.tiny.heads": 1,
@@ -237,7 +238,8 @@ BETWEEN = {
     "rl.optimizer.final_lr": (0, 1),
 }
 POSITIVE = (
-    "rank_timeout", "rollout.temperature", "rollout.reward_timeout", "sft.optimizer.lr", "rl.optimizer.lr", "sft.optimizer.eps", "rl.optimizer.eps",
+    "rank_timeout", "rollout.temperature", "rollout.reward_timeout",
+    "sft.optimizer.lr", "rl.optimizer.lr", "sft.optimizer.eps", "rl.optimizer.eps",
     "sft.optimizer.max_grad_norm", "rl.optimizer.max_grad_norm", "model.tiny.rope_theta", "model.tiny.init_std",
 )  # fmt: skip
 

@@ -1,7 +1,6 @@
 import gc
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -159,4 +158,3 @@ def test_append_version_keeps_runs() -> None:
     given = [(0, 4)]
     append_version(given, 0, 1)
     assert given == [(0, 4)]
-

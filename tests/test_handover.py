@@ -194,7 +194,10 @@ def wrong_after(ranks: Ranks, folder: Path) -> str:
 
 
 def test_verify_finds_a_wrong_value_in_unsharded_parameters(tiny_folder):
-    assert on_ranks(2, wrong_after, tiny_folder) == ["after the handover of version 1 the engine's model.norm.weight differs from the policy's"] * 2
+    assert (
+        on_ranks(2, wrong_after, tiny_folder)
+        == ["after the handover of version 1 the engine's model.norm.weight differs from the policy's"] * 2
+    )
 
 
 BIG = TinyConfig(layers=6, hidden_size=512, intermediate_size=2048, heads=8, kv_heads=8, head_dim=64, words=WORDS)

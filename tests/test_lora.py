@@ -30,7 +30,7 @@ from hybrid_rl.policy.update import score, update
 from hybrid_rl.ranks import Ranks
 from hybrid_rl.types import Rollout
 from tests.ranks import on_ranks
-from tests.test_run import kill_when, run, run_folder, same, start
+from tests.test_run import kill_when, metrics, run, run_folder, same, start
 from tests.test_sharding import ADVANTAGES, Recorder, rollouts, sample
 
 CPU = torch.device("cpu")
@@ -147,6 +147,7 @@ def train(ranks: Ranks, folder: Path, how: PolicyConfig, root: Path) -> dict:
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_base_weights_stay_and_only_adapters_are_kept(tiny_folder, tmp_path, world):
     names = adapters_of(tiny_folder).keys()
+    assert all(".lora_" in name for name in names)
     for result in every_rank(world, train, tiny_folder, settings(), tmp_path):
         assert result["moved"] == {name for name in names if result["rows"][name]}  # a rank may hold no row of a small A
         assert result["moments"] == {f"{name}.{kind}" for name in names for kind in ("exp_avg", "exp_avg_sq", "step")}
@@ -369,6 +370,7 @@ def test_a_killed_run_with_adapters_and_a_frozen_reference_goes_on_to_the_same_n
     assert (run_folder(killed) / "checkpoints" / "reference").is_dir()
     assert "step 1/3" not in run(killed, *ADAPTED, "resume=auto")
     same(whole, killed)
+    assert any(line.get("reference_kl", 0) > 0 for line in metrics(whole))  # not every group was silent
     base = AutoModelForCausalLM.from_pretrained(run_folder(whole) / "base_model")
     adapter = PeftModel.from_pretrained(base, run_folder(whole) / "final_adapter").merge_and_unload()
     for name, tensor in load_file(run_folder(whole) / "final" / "model.safetensors").items():
@@ -376,11 +378,13 @@ def test_a_killed_run_with_adapters_and_a_frozen_reference_goes_on_to_the_same_n
 
 
 def test_a_run_on_two_ranks(tmp_path):
-    output = run(tmp_path, *ADAPTED[:2], "algo.reference=base", "rl.steps=2", "device=cpu", "ranks=2")
+    output = run(tmp_path, *ADAPTED[:1], "algo.reference=base", "rl.steps=2", "device=cpu", "ranks=2")
     assert "2 ranks on cpu" in output
     lines = [json.loads(line) for line in (run_folder(tmp_path) / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["stage"] == "rl"]
-    assert all(line["mismatch_kl"] < 1e-6 < line["reference_kl"] for line in steps)  # SFT has moved the policy away from its base
+    learned = [line for line in steps if line["grad_norm"]]  # some step's groups may all be silent
+    assert learned
+    assert all(line["mismatch_kl"] < 1e-6 < line["reference_kl"] for line in learned)  # SFT has moved the policy away from its base
     assert {"final", "final_adapter"} <= {p.name for p in run_folder(tmp_path).iterdir()}
 
 

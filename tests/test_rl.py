@@ -58,7 +58,9 @@ def session(policy, tmp_path, reward: str, **rl) -> Session:
     )
     scorer = Scorer({"_target_": f"tests.rewards.{reward}"}, workers=1, timeout=5)
     metrics = Metrics(tmp_path / "metrics.jsonl")
-    return Session(config, tmp_path, tmp_path, policy, Recorder(policy), TaskSets([], tasks["rl"], tasks["eval"]), scorer, metrics, Console())
+    return Session(
+        config, tmp_path, tmp_path, policy, Recorder(policy), TaskSets([], tasks["rl"], tasks["eval"]), scorer, metrics, Console()
+    )
 
 
 def test_the_order_of_a_steps_phases(policy, tmp_path):

@@ -94,7 +94,7 @@ def test_what_a_run_leaves(whole):
     assert {"sft", "rl", "eval", "total"} <= summary["seconds"].keys()
     assert [p.name for p in sorted((folder / "checkpoints").iterdir())] == ["rl_000004", "rl_000006"]
     stages = [line["stage"] for line in metrics(whole[0])]
-    assert stages == ["eval", "sft", "sft", "eval", *["rl"] * 3, "eval", *["rl"] * 3, "eval"]
+    assert stages == ["eval", "sft", "sft", "eval", *["rl"] * 4, "eval", *["rl"] * 2, "eval"]
 
 
 def test_mismatch_and_versions(whole):

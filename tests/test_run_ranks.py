@@ -152,7 +152,9 @@ def test_two_nodes_of_torchrun_on_this_machine(one, tmp_path):
                 "127.0.0.1", "--master-port", str(port), "-m", "hybrid_rl.run", *overrides,
             ]  # fmt: skip
             environment = {**ENVIRONMENT, "GLOO_SOCKET_IFNAME": "lo"}
-            nodes.append(subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+            nodes.append(
+                subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            )
         outputs = [node.communicate(timeout=240)[0] for node in nodes]
     finally:
         for node in nodes:
@@ -160,6 +162,6 @@ def test_two_nodes_of_torchrun_on_this_machine(one, tmp_path):
     assert [node.returncode for node in nodes] == [0, 0], outputs
     assert "2 ranks on cpu" in outputs[0]
     assert "hybrid_rl ·" not in outputs[1]
-    a, b = ([line for line in metrics(f) if line["stage"] == "rl"][0] for f in (tmp_path, one[0]))
+    a, b = (next(line for line in metrics(f) if line["stage"] == "rl") for f in (tmp_path, one[0]))
     assert a["reward"] == pytest.approx(b["reward"], abs=0.02)
     assert torch.isfinite(load_file(run_folder(tmp_path) / "final" / "model.safetensors")["model.norm.weight"]).all()

@@ -17,7 +17,7 @@ from hybrid_rl.engine.base import Request, Sampling
 from hybrid_rl.engine.local import LocalEngine
 from hybrid_rl.handover import hand_over, take_back
 from hybrid_rl.policy.layout import pack, share_out
-from hybrid_rl.policy.model import Policy
+from hybrid_rl.policy.model import ModelError, Policy
 from hybrid_rl.policy.optimizer import Optimizer
 from hybrid_rl.policy.sharding import local
 from hybrid_rl.policy.update import imitate, score, update
@@ -74,7 +74,9 @@ def compare(got: Any, expected: Any, rtol: float) -> None:
         assert ours.keys() == theirs.keys()
         for name, value in theirs.items():
             scale = value.abs().max() if isinstance(value, Tensor) else abs(value)
-            torch.testing.assert_close(ours[name], value, rtol=rtol, atol=rtol * float(scale) + 1e-9, msg=lambda m, name=name: f"{name}: {m}")
+            torch.testing.assert_close(
+                ours[name], value, rtol=rtol, atol=rtol * float(scale) + 1e-9, msg=lambda m, name=name: f"{name}: {m}"
+            )
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
@@ -132,6 +134,11 @@ def test_half_precision_computes_on_float32_parameters(tiny_folder, dtype, world
         assert result[3]["loss"] == pytest.approx(expected[3]["loss"], rel=0.02)
 
 
+def test_groups_of_ranks_must_be_equal(tiny_folder):
+    with pytest.raises(ModelError, match=r"policy.shard=3 does not divide the 4 ranks into equal groups; possible are 1, 2, 4"):
+        Policy.load(tiny_folder, CPU, PolicyConfig(shard=3), Ranks(0, 4))
+
+
 # ---- one turn after the other ----------------------------------------------------------------------------------------
 
 
@@ -169,7 +176,7 @@ def test_ranks_sample_from_what_they_train(tiny_folder, world, offload):
     for result in on_ranks(world, train_and_sample, tiny_folder, PolicyConfig(offload=offload), 4):
         for ours, theirs in zip(result["turns"], expected["turns"], strict=True):
             assert [ids for ids, _ in ours] == [ids for ids, _ in theirs]
-        compare([result["weights"]], [expected["weights"]], rtol=1e-3)  # Adam divides by the gradient's size: rounding shows where that is small
+        compare([result["weights"]], [expected["weights"]], rtol=1e-3)  # Adam divides by the gradient's size, however small
         parameters = sum(t.numel() for t in result["weights"].values()) * 4
         sampling, (training, freed) = result["bytes"][4:6]
         if offload == Offload.none:

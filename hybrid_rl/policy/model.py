@@ -84,7 +84,10 @@ class Policy:
 
         Raises ModelError naming the folder and what is wrong with it, on every rank.
         """
-        ranks, whole, problem = ranks or Ranks(), None, None
+        ranks, whole, problem, shard = ranks or Ranks(), None, None, (settings or PolicyConfig()).shard
+        if shard and ranks.world % shard:
+            fitting = ", ".join(str(n) for n in range(1, ranks.world + 1) if ranks.world % n == 0)
+            raise ModelError(f"policy.shard={shard} does not divide the {ranks.world} ranks into equal groups; possible are {fitting}")
         if ranks.main:
             try:
                 whole = _read(folder)
@@ -186,7 +189,9 @@ class Policy:
             self._parked = None
 
     def buckets(self, dtype: torch.dtype, size: int, merged: bool = True) -> Iterator[dict[str, Tensor]]:
-        """All weights whole, in `dtype`, in buckets of about `size` bytes; valid until the next is asked for. Collective.
+        """All weights whole in buckets of about `size` bytes of `dtype`; valid until the next is asked for. Collective.
+
+        Sharded ones are cast to `dtype` before they are gathered; plain ones come as they are, to be cast by who copies them.
 
         Named as transformers names them; `merged` adds each adapter's product to its matrix and leaves adapters out.
         """

@@ -95,7 +95,7 @@ class Gathering:
         if all(not isinstance(parameter, DTensor) for _, parameter, _ in parts):
             return {name: rows.detach() for name, _, rows in parts}  # nothing to gather; who copies them casts on the way
         if self._buffer.nbytes < size:
-            self._buffer = torch.empty(max(size, 0) // self.dtype.itemsize, dtype=self.dtype, device=self.device)
+            self._buffer = torch.empty(size // self.dtype.itemsize, dtype=self.dtype, device=self.device)
         bucket, start = {}, 0
         for name, parameter, rows in parts:
             place = self._buffer[start : start + _padded(parameter)]
