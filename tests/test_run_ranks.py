@@ -58,6 +58,7 @@ def test_each_rank_saves_its_part(two):
     assert names == {*shards, "state.json", "COMPLETE"}
 
 
+@pytest.mark.slow
 def test_a_killed_run_of_two_ranks_goes_on_to_the_same_numbers(two, tmp_path):
     process = start(tmp_path, "ranks=2")
     kill_when(process, "step 3/6")
@@ -66,7 +67,7 @@ def test_a_killed_run_of_two_ranks_goes_on_to_the_same_numbers(two, tmp_path):
     same(two[0], tmp_path)
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_run_goes_on_with_another_number_of_ranks(two, tmp_path, ranks):
     folder = copied(two, tmp_path)
     output = run(tmp_path, f"resume={folder}", f"ranks={ranks}", "rl.steps=8")
@@ -108,6 +109,7 @@ def works_in(process: psutil.Process, folder: Path) -> bool:
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_is_killed_ends_the_run_in_seconds(tmp_path, victim):
     process = start(tmp_path, "ranks=2", "rl.steps=20")
@@ -138,6 +140,7 @@ def test_an_error_of_all_ranks_is_said_once(tmp_path):
     assert "Traceback" not in output
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("torchrun", path=Path(sys.executable).parent), reason="torchrun is not beside this python")
 def test_two_nodes_of_torchrun_on_this_machine(one, tmp_path):
     """--nnodes 2: two launchers that know each other only by an address; parameters are sharded inside a node and replicated across."""
