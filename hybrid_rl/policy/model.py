@@ -72,6 +72,8 @@ class Policy:
             enable({"use_reentrant": False})
         self.parameters = dict(self.model.named_parameters())
         self.trainable = {name: p for name, p in self.parameters.items() if p.requires_grad}
+        kept = self.sampler.state_dict().keys()  # not the model's: asking for it reshards
+        self._buffers = {name: b for name, b in self.model.named_buffers() if name in kept}
         self.vocabulary = self.model.get_output_embeddings().weight.shape[0]
         self.chunk = max(1, LOGIT_CHUNK_ELEMENTS // self.vocabulary)
         self._lent: list[tuple[nn.Module, str, Tensor]] = []  # of the sampler: module, attribute, the empty parameter that belongs there
@@ -198,9 +200,8 @@ class Policy:
         """
         own = lora.merged(self.parameters, self.model) if merged else ((name, p, local(p)) for name, p in self.parameters.items())
         yield from Gathering(dtype, size, self.device).buckets(own)
-        kept = self.sampler.state_dict().keys()  # not the model's: asking for it reshards
-        if extra := {name: b.to(dtype) if b.is_floating_point() else b for name, b in self.model.named_buffers() if name in kept}:
-            yield extra
+        if self._buffers:
+            yield {name: b.to(dtype) if b.is_floating_point() else b for name, b in self._buffers.items()}
 
     def export(self, folder: str | Path) -> None:
         """Write an ordinary Hugging Face folder (safetensors, configs, tokenizer with chat template), adapters merged.

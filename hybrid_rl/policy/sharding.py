@@ -96,24 +96,25 @@ class Gathering:
             return {name: rows.detach() for name, _, rows in parts}  # nothing to gather; who copies them casts on the way
         if self._buffer.nbytes < size:
             self._buffer = torch.empty(size // self.dtype.itemsize, dtype=self.dtype, device=self.device)
-        bucket, start = {}, 0
+        bucket, under_way, start = {}, [], 0
         for name, parameter, rows in parts:
             place = self._buffer[start : start + _padded(parameter)]
             start += len(place)
             whole = place.view(-1, *parameter.shape[1:])
-            gather_rows(whole, rows, parameter)
+            under_way.append(_gather_rows(whole, rows, parameter))
             bucket[name] = whole[: parameter.shape[0]]
+        for work in filter(None, under_way):
+            work.wait()
         return bucket
 
 
-def gather_rows(out: Tensor, rows: Tensor, parameter: Tensor) -> None:
-    """All ranks' `rows` of a tensor sharded like `parameter` into `out`, whose first dimension is padded to equal shares; cast on the way."""
+def _gather_rows(out: Tensor, rows: Tensor, parameter: Tensor) -> dist.Work | None:
+    """Begin to bring all ranks' `rows` of a tensor sharded like `parameter` into `out`, its first dimension padded to equal shares; cast before."""
     mesh = parameter.device_mesh  # type: ignore[attr-defined]
     share = len(out) // mesh.size(-1)
     own = out[mesh.get_local_rank(-1) * share :][:share]
     own[: len(rows)].copy_(rows)
-    if mesh.size(-1) > 1:
-        _all_gather(out, own, group=mesh.get_group(mesh.ndim - 1))
+    return _all_gather(out, own, group=mesh.get_group(mesh.ndim - 1), async_op=True) if mesh.size(-1) > 1 else None
 
 
 def _padded(parameter: Tensor) -> int:
