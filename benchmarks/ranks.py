@@ -20,6 +20,7 @@ from typing import Any
 from common import read_metrics, run_recipe, save_result, table
 
 WARMUP = 2
+WAYS = ("sharded", "replicas")  # of two ranks: each half of the parameters, or all of them (policy.shard=1)
 COMMON = (
     "threads=1",
     "device=cpu",
@@ -50,10 +51,11 @@ def seconds(folder: Path) -> dict[str, float]:
 def measure(folder: Path, settings: tuple[str, ...]) -> dict[str, Any]:
     one = seconds(run_recipe(folder / "one", "ranks=1", *settings))
     two = seconds(run_recipe(folder / "two", "ranks=2", *settings))
+    replicas = seconds(run_recipe(folder / "replicas", "ranks=2", "policy.shard=1", *settings))
     with ThreadPoolExecutor() as pool:
         runs = [pool.submit(run_recipe, folder / f"beside_{i}", "ranks=1", *settings) for i in range(2)]
         beside = [seconds(run.result()) for run in runs]
-    return {"one": one, "two": two, "beside": {name: fmean(b[name] for b in beside) for name in one}}
+    return {"one": one, "sharded": two, "replicas": replicas, "beside": {name: fmean(b[name] for b in beside) for name in one}}
 
 
 def main() -> None:
@@ -61,19 +63,31 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         for model, settings in MODELS.items():
             results[model] = measured = measure(Path(temporary) / model, (*COMMON, *settings, *sys.argv[1:]))
-            one, two, beside = measured["one"], measured["two"], measured["beside"]
+            one, beside = measured["one"], measured["beside"]
             for name in (n for n in one if n != "rollouts"):
-                gain, possible = one[name] / two[name], 2 * one[name] / beside[name]
+                gains = [one[name] / measured[way][name] for way in WAYS]
                 small = one[name] < 0.01 * one["step"]  # nothing to gain, and the ratio of two small numbers says nothing
-                ratios = ("", "", "") if small else (f"{gain:.2f}", f"{possible:.2f}", f"{gain / possible:.0%}")
-                rows.append((model, name, one[name], two[name], beside[name], *ratios))
-    print(table(rows, ("model", "phase", "1 rank s", "2 ranks s", "1 rank beside another s", "gain", "possible", "share")))
-    gains = {model: m["one"]["step"] / m["two"]["step"] for model, m in results.items()}
+                ratios = [""] * 3 if small else [f"{gain:.2f}" for gain in (*gains, 2 * one[name] / beside[name])]
+                rows.append((model, name, one[name], *(measured[way][name] for way in WAYS), beside[name], *ratios))
+    header = (
+        "model",
+        "phase",
+        "1 rank s",
+        *(f"2 {way} s" for way in WAYS),
+        "1 beside another s",
+        *(f"gain {way}" for way in WAYS),
+        "possible",
+    )
+    print(table(rows, header))
+    gains = {f"{model}_{way}": m["one"]["step"] / m[way]["step"] for model, m in results.items() for way in WAYS}
     possible = {model: 2 * m["one"]["step"] / m["beside"]["step"] for model, m in results.items()}
     save_result(
         "ranks", {"settings": {"common": COMMON, **MODELS}, "overrides": sys.argv[1:], **results, "gain": gains, "possible": possible}
     )
-    print("ranks: " + " ".join(f"{m}_gain={gains[m]:.2f} {m}_possible={possible[m]:.2f}" for m in gains))
+    print(
+        "ranks: "
+        + " ".join(f"{name}={value:.2f}" for name, value in [*gains.items(), *((f"{m}_possible", v) for m, v in possible.items())])
+    )
 
 
 if __name__ == "__main__":

@@ -33,9 +33,9 @@ def shard(root: nn.Module, layer_classes: set[str], mesh: DeviceMesh, dtype: tor
     """Wrap each layer, then `root`; returns the units. Gradients are summed over ranks, in float32: the loss is divided by the
     whole batch's tokens before backward, so no rank's share counts more than its tokens."""
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for module in [m for m in root.modules() if type(m).__name__ in layer_classes]:
-        fully_shard(module, mesh=mesh, mp_policy=precision)
-    fully_shard(root, mesh=mesh, mp_policy=precision)
+    replicas = mesh.ndim == 2 and mesh.size(-1) == 1  # chosen for speed: a unit then stays whole from forward to backward
+    for module in [*(m for m in root.modules() if type(m).__name__ in layer_classes), root]:
+        fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=False if replicas else None)
     units: list[FSDPModule] = [module for module in root.modules() if isinstance(module, FSDPModule)]
     for unit in units:
         unit.set_gradient_divide_factor(1.0)
