@@ -62,6 +62,12 @@ def checks(output_dir: Path = Path(".")) -> list[Check]:
     for package in ("torch", "transformers", "tokenizers", "accelerate", "hydra", "safetensors", "pyarrow", "pebble", "rich"):
         there = importlib.util.find_spec(package) is not None
         result.append(Check(package, there, _version(package) if there else "not installed", "pip install hybrid_rl"))
+    adapters = importlib.util.find_spec("peft") is not None
+    result.append(
+        Check(
+            "peft", adapters, _version("peft") if adapters else "not installed", "optional, for policy.lora: pip install 'hybrid_rl[lora]'"
+        )
+    )
     result += [_memory(), _disk(output_dir), *_gpu()]
     return result
 
@@ -111,7 +117,7 @@ def _gpu() -> list[Check]:
     ]
 
 
-REQUIRED_ELSEWHERE = {"GPU", "flash-attention"}  # missing, they only narrow what can run
+REQUIRED_ELSEWHERE = {"GPU", "flash-attention", "peft"}  # missing, they only narrow what can run
 
 
 def main() -> int:
@@ -125,6 +131,7 @@ def main() -> int:
     if needed:
         gpu = any(check.name == "GPU" and check.ok for check in results)
         print("  engine local   " + ("on the GPU, bfloat16 compute" if gpu else "on the CPU, float32"))
+        print("  ranks          " + ("one for each GPU" if gpu else f"1, or several on its {cores()} cores (ranks=N)"))
         print("  models         the embedded tiny Qwen3; any full-attention causal LM folder of transformers (model=qwen3 model.path=…)")
     return 0 if needed else 1
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
-from hybrid_rl.config import Config, Offload
+from hybrid_rl.config import Config, Offload, Reference
 from hybrid_rl.console import Console
 from hybrid_rl.data import load_task_sets
 from hybrid_rl.data.render import demonstration, prompt_ids
@@ -125,6 +125,7 @@ def memory_by_phase(
         "training": {
             "parameters": 4 * parameters / share,
             "units whole": size * (embeddings + 2 * layer) if sharded else 0,
+            "reference": 4 * parameters / share if config.algo.reference == Reference.frozen else 0,
             "gradients": 4 * trainable / share,
             "Adam moments": 8 * trainable / share,
             "activations": activations,

@@ -211,7 +211,8 @@ def _finish(s: Session) -> None:
         **{f"eval/{name}": s.evaluations.get(name) for name in ("base", "sft", "rl")},
         "seconds": s.spent(),
         "versions": versions(), "machine": machine(), "ranks": s.ranks.world,
-        "model": {"path": s.config.model.path or "embedded tiny Qwen3", "parameters": s.policy.parameter_count()},
+        "model": {"path": s.config.model.path or "embedded tiny Qwen3", "parameters": s.policy.parameter_count(),
+                  "trained": sum(p.numel() for p in s.policy.trainable.values())},
         "engine": {**asdict(s.engine.stats), "cache_hit_rate": s.engine.stats.cache_hit_rate},
     }  # fmt: skip
     write_json(s.folder / "summary.json", summary)

@@ -1,5 +1,7 @@
 """The loop itself: the order of its phases, and what a step does when there is nothing to learn from."""
 
+from functools import partial
+
 import torch
 
 from hybrid_rl import checkpoint
@@ -63,15 +65,23 @@ def session(policy, tmp_path, reward: str, **rl) -> Session:
     )
 
 
-def test_the_order_of_a_steps_phases(policy, tmp_path):
+def noted(engine, call, real):
+    engine.note(call)
+    return real()
+
+
+def test_the_order_of_a_steps_phases(policy, tmp_path, monkeypatch):
     """Weights awake before they are handed over, the KV cache last; evaluation while the engine is awake; sleep before the update."""
     s = session(policy, tmp_path, "hash_of_answer", steps=2, eval_every=1)
+    for name in ("gather", "reshard", "park", "unpark"):  # the trainer's side of a turn
+        monkeypatch.setattr(policy, name, partial(noted, s.engine, f"policy {name}", getattr(policy, name)))
     try:
         train_rl(s)
     finally:
         s.scorer.close()
-    hand_over, evaluation = ["wake weights", "version {}", "wake kv_cache"], ["generate v{}"]
-    train = ["generate v{}", "sleep kv_cache+weights", "(weights changed)"]
+    hand_over = ["wake weights", "policy gather", "version {}", "policy park", "wake kv_cache"]
+    evaluation = ["generate v{}"]
+    train = ["generate v{}", "sleep kv_cache+weights", "policy reshard", "policy unpark", "(weights changed)"]
     first, second = [c.format(0) for c in (*hand_over, *train)], [c.format(1) for c in (*hand_over, *evaluation, *train)]
     assert [call for call in s.engine.calls if call] == first + second[:-1]  # the last update is seen by nobody yet
     assert (s.engine.version, s.version) == (1, 2)

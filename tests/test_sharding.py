@@ -139,6 +139,23 @@ def test_groups_of_ranks_must_be_equal(tiny_folder):
         Policy.load(tiny_folder, CPU, PolicyConfig(shard=3), Ranks(0, 4))
 
 
+def small_gradient(ranks: Ranks, folder: Path, dtype: Precision, scale: float) -> dict[str, Tensor]:
+    policy = Policy.load(folder, CPU, PolicyConfig(dtype=dtype), ranks)
+    recorder = Recorder(policy, scale)
+    update(policy, recorder, rollouts(), [1e-4 * a for a in ADVANTAGES], ppo_loss, 1.0, "trees", 2048)
+    return {name: gradient / scale for name, gradient in recorder.gradient.items()}
+
+
+def test_the_loss_scale_saves_gradients_that_float16_cannot_hold(tiny_folder):
+    exact = small_gradient(Ranks(), tiny_folder, Precision.float32, 1.0)
+    off = {}
+    for scale in (1.0, 2.0**12):
+        (gradient,) = on_ranks(1, small_gradient, tiny_folder, Precision.float16, scale)
+        off[scale] = max(float((gradient[n] - exact[n]).norm() / exact[n].norm()) for n in exact)
+    assert off[2.0**12] < 0.03
+    assert off[1.0] > 5 * off[2.0**12]
+
+
 # ---- one turn after the other ----------------------------------------------------------------------------------------
 
 

@@ -165,6 +165,33 @@ def test_a_gradient_that_is_not_finite_is_skipped_counted_and_ends_the_run():
         optimizer.step()
 
 
+def test_the_loss_scale_halves_at_an_overflow_and_doubles_after_many_good_steps():
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = Optimizer({"p": parameter}, OptimizerConfig(lr=1e-3, max_grad_norm=1e9), 10_000, 3, scaled=True)
+    assert optimizer.scale == 2.0**16
+    for halvings in range(1, 6):  # more in a row than max_bad_steps: an overflow has its own remedy
+        parameter.grad = torch.full((3,), math.inf)
+        assert optimizer.step().skipped
+        assert optimizer.scale == 2.0 ** (16 - halvings)
+    parameter.grad = torch.full((3,), 2.0 * optimizer.scale)
+    assert optimizer.step().grad_norm == pytest.approx(2 * math.sqrt(3))  # of the loss itself
+    for _ in range(399):
+        parameter.grad = torch.ones(3)
+        optimizer.step()
+    assert optimizer.scale == 2.0**12
+    saved, tensors = optimizer.state(), optimizer.tensors()
+    other = Optimizer({"p": torch.nn.Parameter(torch.ones(3))}, OptimizerConfig(), 10_000, 3, scaled=True)
+    other.restore(tensors, saved)
+    assert other.state() == saved == {"steps": 405, "bad": 0, "scale": 2.0**12, "good": 400}
+    optimizer.scale = 1.0  # nothing left to halve: now it is a bad step like any other
+    for _ in range(2):
+        parameter.grad = torch.full((3,), math.nan)
+        optimizer.step()
+    parameter.grad = torch.full((3,), math.nan)
+    with pytest.raises(TrainingDiverged):
+        optimizer.step()
+
+
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [

@@ -68,7 +68,9 @@ class Policy:
             self._shard(whole)
         self.model.train()
         if settings.activation_checkpointing:
-            enable = getattr(self.model, "activation_checkpointing_enable", None) or self.model.gradient_checkpointing_enable  # before v5.24
+            enable = (
+                getattr(self.model, "activation_checkpointing_enable", None) or self.model.gradient_checkpointing_enable
+            )  # before v5.24
             enable({"use_reentrant": False})
         self.parameters = dict(self.model.named_parameters())
         self.trainable = {name: p for name, p in self.parameters.items() if p.requires_grad}
