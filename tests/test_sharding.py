@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch import Tensor
 
 from hybrid_rl.algo.ppo_clip import loss as ppo_loss
@@ -232,3 +233,21 @@ def test_all_ranks_together_hold_every_token_once(sizes, world, layout):
     assert sorted(tokens.tolist()) == list(range(sum(r.sampled for r in batch)))
     longest, total = max(len(r.token_ids) for r in batch), sum(len(r.token_ids) for r in batch)
     assert all(abs(sum(len(batch[i].token_ids) for i in part) - total / world) <= longest for part in parts)
+
+
+# ---- the model leaves ------------------------------------------------------------------------------------------------
+
+
+def exported(ranks: Ranks, source: Path, folder: Path) -> None:
+    Policy.load(source, CPU, PolicyConfig(), ranks).export(folder)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_is_exported_is_what_was_loaded(any_folder, tmp_path, world):
+    """Any architecture, plain or sharded: the same file names, the same tensors, the same tokenizer."""
+    on_ranks(world, exported, any_folder, tmp_path / "out")
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", any_folder))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (tmp_path / "out" / name).exists() == (any_folder / name).exists()
