@@ -226,7 +226,7 @@ def peak_of(what) -> tuple[int, int]:
     return highest - before, resident() - before
 
 
-def peaks(ranks: Ranks, folder: Path) -> dict[str, tuple[int, int]]:
+def peaks(ranks: Ranks, folder: Path) -> dict[str, list[tuple[int, int]]]:
     policy, engine = Policy.load(folder, torch.device("cpu"), None, ranks), stranger(folder)
     own = LocalEngine(policy.sampler, policy.end_ids(), 8, 64)
     hand_over(policy, engine, 1, bucket_bytes=2**20)  # what is allocated once
@@ -236,17 +236,20 @@ def peaks(ranks: Ranks, folder: Path) -> dict[str, tuple[int, int]]:
         measured["whole"].append(peak_of(partial(hand_over, policy, engine, 3, bucket_bytes=2**30)))
         measured["in place"].append(peak_of(partial(hand_over, policy, own, 4)))
         measured["given back"].append(peak_of(partial(take_back, policy, own)))
-    return {what: min(results) for what, results in measured.items()}  # the least: gloo takes and keeps buffers as it likes
+    return measured
 
 
 def test_peak_memory_is_shard_and_bucket_and_engine(big_folder):
     size = sum(t.nbytes for t in load_file(big_folder / "model.safetensors").values())
-    transport = 32 * 2**20  # gloo's own, for a moment
+    transport = 32 * 2**20  # gloo's own, which it takes and keeps as it likes: so the least and the most of five count
     for rank in on_ranks(2, peaks, big_folder):
-        assert rank["small"][0] < 8 * 2**20 + transport
-        assert 0.9 * size < rank["whole"][0] < size + transport  # so the measurement can see what a bucket takes
-        assert 0.9 * size < rank["in place"][0] < size + 2 * transport + size / 6  # a unit's shards lie beside it while it is put together
-        assert rank["given back"][1] < -0.9 * size
+        least, most = ({what: pick(results) for what, results in rank.items()} for pick in (min, max))
+        assert least["small"][0] < 8 * 2**20 + transport
+        assert least["whole"][0] < size + transport
+        assert most["whole"][0] > 0.9 * size  # so the measurement can see what a bucket takes
+        assert least["in place"][0] < size + 2 * transport + size / 6  # a unit's shards lie beside it while it is put together
+        assert most["in place"][0] > 0.9 * size
+        assert least["given back"][1] < -0.9 * size
 
 
 def loaded(ranks: Ranks, tiny_folder: Path, folder: Path) -> tuple[int, int]:
@@ -268,11 +271,11 @@ def test_only_rank_0_ever_holds_a_whole_model_while_it_loads(tiny_folder, big_fo
 # ---- memory over time ------------------------------------------------------------------------------------------------
 
 
-def ten_cycles(ranks: Ranks, folder: Path) -> list[int]:
+def cycles(ranks: Ranks, folder: Path) -> list[int]:
     policy = Policy.load(folder, torch.device("cpu"), PolicyConfig(), ranks)
     engine, optimizer = LocalEngine(policy.sampler, policy.end_ids(), 8, 64), Optimizer(policy.trainable, OptimizerConfig(), 1, 1)
     used = []
-    for version in range(13):
+    for version in range(25):
         hand_over(policy, engine, version, optimizer)
         list(engine.generate([Request(i, [5, 9, 11], i) for i in range(8)], Sampling(max_tokens=8)))
         take_back(policy, engine, optimizer)
@@ -281,9 +284,9 @@ def ten_cycles(ranks: Ranks, folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_ten_cycles_do_not_grow_memory(big_folder, world):
-    for used in on_ranks(world, ten_cycles, big_folder):
-        assert min(used[-5:]) - min(used[:5]) < 48 * 2**20  # the transport keeps a few buffers; one layer kept a cycle would be 100 MB
+def test_25_cycles_do_not_grow_memory(big_folder, world):
+    for used in on_ranks(world, cycles, big_folder):
+        assert min(used[-5:]) - min(used[:5]) < 96 * 2**20  # the transport keeps a few buffers; one layer kept a cycle would be 250 MB
 
 
 def test_phases_record_memory_before_and_after_and_add_up():
