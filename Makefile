@@ -4,8 +4,12 @@ VENV ?= .venv
 # Pinned so that an installed torch is not replaced by a larger one. Any torch from 2.8 on works; for a CUDA machine: make TORCH=torch
 TORCH ?= torch==2.13.0
 RUN = $(VENV)/bin/python
+# The real SGLang on a machine without a GPU: small modules in tests/sglang_cpu stand in for what only CUDA has.
+# malloc must return a freed KV cache to the system, or nothing could be seen of it.
+SGLANG_VENV ?= .venv-sglang
+SGLANG_CPU = PYTHONPATH=tests/sglang_cpu SGLANG_USE_CPU_ENGINE=1 TORCHDYNAMO_DISABLE=1 OMP_NUM_THREADS=1 MALLOC_MMAP_THRESHOLD_=262144
 
-.PHONY: reverse test test-all check lint types doctor clean
+.PHONY: reverse test test-all check lint types doctor clean sglang-cpu test-sglang
 
 reverse: $(VENV)/installed  ## Train the embedded model to reverse sentences: about a minute without a GPU.
 	$(RUN) -m hybrid_rl.run +recipe=reverse $(ARGS)
@@ -28,11 +32,23 @@ types: $(VENV)/installed
 doctor: $(VENV)/installed  ## What this machine can run, and why not the rest.
 	$(RUN) -m hybrid_rl.doctor
 
+sglang-cpu: $(SGLANG_VENV)/installed  ## SGLang for tests on a machine without a GPU: 2 GB, a few minutes.
+
+test-sglang: $(SGLANG_VENV)/installed  ## The engine contract against the real SGLang, on the CPU.
+	$(SGLANG_CPU) $(SGLANG_VENV)/bin/python -m pytest tests/test_engine_sglang.py $(ARGS)
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(SGLANG_VENV) build dist *.egg-info
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet '$(TORCH)'
 	$(VENV)/bin/pip install --quiet -e '.[dev]'
+	touch $@
+
+$(SGLANG_VENV)/installed: pyproject.toml tests/sglang_cpu/requirements.txt
+	$(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_VENV)/bin/pip install --quiet torch==2.13.0
+	$(SGLANG_VENV)/bin/pip install --quiet -r tests/sglang_cpu/requirements.txt
+	$(SGLANG_VENV)/bin/pip install --quiet --no-deps sglang==0.5.21 xgrammar==0.2.7 -e .
 	touch $@

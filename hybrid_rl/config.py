@@ -12,7 +12,8 @@ from typing import Any, Optional
 
 
 class EngineKind(Enum):
-    auto = "auto"  # the best engine this machine can run
+    auto = "auto"  # sglang where its package and a GPU are there, otherwise local
+    sglang = "sglang"  # a process of its own with a copy of the weights, one for each rank
     local = "local"  # embedded, in this process, on the policy's own parameters
 
 
@@ -74,6 +75,7 @@ class ModelConfig:
 class EngineConfig:
     kind: EngineKind = EngineKind.auto
     slots: int = 128  # completions sampled at a time; the KV cache holds this many
+    memory_fraction: float = 0.5  # share of a GPU that sglang takes for weights and KV cache, while it samples
 
 
 @dataclass

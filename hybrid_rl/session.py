@@ -5,6 +5,7 @@ Every rank has one; rank 0's metrics, rollouts and lines are the ones that are w
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,11 +16,12 @@ from types import MappingProxyType
 import torch
 
 from hybrid_rl import checkpoint
-from hybrid_rl.config import Config, LayoutKind, Offload, OptimizerConfig
+from hybrid_rl.config import Config, EngineKind, LayoutKind, Offload, OptimizerConfig
 from hybrid_rl.console import Console
 from hybrid_rl.data import TaskSets
 from hybrid_rl.engine.base import Engine
 from hybrid_rl.engine.local import LocalEngine
+from hybrid_rl.engine.sglang import SGLangEngine
 from hybrid_rl.metrics import Metrics
 from hybrid_rl.policy.layout import Layout
 from hybrid_rl.policy.model import Policy
@@ -50,6 +52,10 @@ class Session:
     @property
     def ranks(self) -> Ranks:
         return self.policy.ranks
+
+    @property
+    def engine_kind(self) -> EngineKind:
+        return choose_engine(self.config.engine.kind, self.policy.device)
 
     @property
     def layout(self) -> Layout:
@@ -95,10 +101,18 @@ def choose_layout(kind: LayoutKind, device: torch.device) -> Layout:
     return kind.value
 
 
-def make_engine(config: Config, policy: Policy) -> Engine:
-    """The embedded engine, which samples from the policy's own memory; so far `auto` and `local` both mean it."""
-    capacity = config.rollout.max_prompt_tokens + config.rollout.max_tokens
-    return LocalEngine(policy.sampler, policy.end_ids(), config.engine.slots, capacity, policy.device, policy.dtype)
+def choose_engine(kind: EngineKind, device: torch.device) -> EngineKind:
+    if kind == EngineKind.auto:
+        return EngineKind.sglang if device.type == "cuda" and importlib.util.find_spec("sglang") else EngineKind.local
+    return kind
+
+
+def make_engine(config: Config, policy: Policy, model_folder: Path) -> Engine:
+    """The configured engine; one with memory of its own begins with the folder's weights."""
+    chosen, capacity = config.engine, config.rollout.max_prompt_tokens + config.rollout.max_tokens
+    if choose_engine(chosen.kind, policy.device) == EngineKind.local:
+        return LocalEngine(policy.sampler, policy.end_ids(), chosen.slots, capacity, policy.device, policy.dtype)
+    return SGLangEngine(model_folder, policy.end_ids(), chosen.slots, capacity, policy.device, policy.dtype, chosen.memory_fraction)
 
 
 def make_optimizer(policy: Policy, config: OptimizerConfig, steps: int) -> Optimizer:

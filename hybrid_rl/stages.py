@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from hybrid_rl import checkpoint
 from hybrid_rl.checkpoint import CheckpointError
-from hybrid_rl.config import Config
+from hybrid_rl.config import Config, EngineKind
 from hybrid_rl.console import Console
 from hybrid_rl.data import DataError, load_task_sets
 from hybrid_rl.doctor import cores, machine, versions
@@ -130,7 +130,7 @@ def _build(
     if resumed is None:
         ranks.from_main(lambda: write_text(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config))))
     metrics = Metrics(folder / "metrics.jsonl" if ranks.main else None, keep_lines=resumed.state["metrics_lines"] if resumed else 0)
-    session = Session(config, folder, model_folder, policy, make_engine(config, policy), tasks, scorer, metrics, console, resumed)
+    session = Session(config, folder, model_folder, policy, make_engine(config, policy, model_folder), tasks, scorer, metrics, console, resumed)
     if resumed:
         resumed.restore_policy(policy)
         session.version, session.evaluations = resumed.state["version"], resumed.state["evaluations"]
@@ -144,6 +144,9 @@ def _make_tiny(folder: Path, config: Config) -> None:
     tiny.create(folder, config.model.tiny, config.seed)
 
 
+ENGINES = {EngineKind.local: "samples from the policy's memory", EngineKind.sglang: "has its own copy of the weights"}
+
+
 def _introduce(s: Session) -> None:
     """What the run is, the machine, and what was chosen for it."""
     here, config, say = machine(), s.config, s.console.say
@@ -151,7 +154,7 @@ def _introduce(s: Session) -> None:
     say(f"machine: {here['cpu']}, {here['cores']} cores, {here['memory_gib']:.0f} GiB; {here['gpu'] or 'no GPU'}")
     say(
         f"chosen:  {s.ranks.world} rank{'s' * (s.ranks.world > 1)} on {s.policy.device.type}, {torch.get_num_threads()} thread(s) each, "
-        f"engine local (samples from the policy's memory), layout {s.layout}, compute {str(s.policy.dtype).removeprefix('torch.')}"
+        f"engine {s.engine_kind.value} ({ENGINES[s.engine_kind]}), layout {s.layout}, compute {str(s.policy.dtype).removeprefix('torch.')}"
     )
     trained = sum(p.numel() for p in s.policy.trainable.values())
     adapters = f", of which {trained:,} are trained (LoRA adapters of rank {config.policy.lora.rank})" if config.policy.lora.rank else ""

@@ -18,7 +18,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hybrid_rl.config import Config, Reference
+from hybrid_rl.config import Config, EngineKind, Reference
 
 PACKAGE = Path(__file__).parent
 # In a checkout conf/ lies beside the package; an installed wheel carries it inside.
@@ -192,6 +192,8 @@ def _problems(c: DictConfig) -> Iterator[tuple[str, str]]:
         yield "model.tiny.kv_heads", f"must divide model.tiny.heads={t.heads}"
     if t.head_dim % 2:
         yield "model.tiny.head_dim", f"must be even (rotary embedding); the nearest is {t.head_dim + 1}"
+    if c.engine.kind == EngineKind.sglang and importlib.util.find_spec("sglang") is None:
+        yield "engine.kind", "SGLang is not installed; pip install 'hybrid_rl[sglang]', or engine=local"
     if c.policy.lora.rank > 0 and importlib.util.find_spec("peft") is None:
         yield "policy.lora.rank", "adapters need peft, which is not installed; pip install 'hybrid_rl[lora]'"
     if c.policy.lora.rank > 0 and not c.policy.lora.targets:
@@ -232,6 +234,7 @@ LEAST = {
 }  # fmt: skip
 BETWEEN = {
     "rollout.top_p": (1e-6, 1.0),
+    "engine.memory_fraction": (0.05, 0.95),
     "sft.curriculum": (0, 1),
     "sft.label_smoothing": (0, 0.9),
     "sft.optimizer.final_lr": (0, 1),

@@ -45,6 +45,7 @@ def checkpoint(folder: Path) -> dict[str, Tensor]:
 
 class EngineContract:
     tolerance = 1e-5  # of a log-probability, in nats; an engine of lower precision sets its own
+    memory_tolerance = 0.0  # share by which the bytes freed may differ from cycle to cycle
 
     @pytest.fixture
     def engine(self, make_engine: MakeEngine, tiny_folder: Path) -> Engine:
@@ -238,7 +239,7 @@ class EngineContract:
             engine.wake([KV_CACHE])
             assert engine.version == version
             assert tokens(collect(engine, requests(size=2), sampling)) == expected
-        assert len(freed) == 1
+        assert max(freed) - min(freed) <= self.memory_tolerance * max(freed)
 
     # ---- weights -----------------------------------------------------------------------------------------------------
 

@@ -122,3 +122,25 @@ def append_version(segments: Sequence[tuple[int, int]], version: int, count: int
     if runs and runs[-1][0] == version:
         count += runs.pop()[1]
     return [*runs, (version, count)] if count else runs
+
+
+def known_tags(tags: Iterable[str]) -> set[str]:
+    """The tags as a set. Raises EngineError for one that no engine knows."""
+    tags = set(tags)
+    if unknown := tags - {KV_CACHE, WEIGHTS}:
+        raise EngineError(f"unknown memory tags {sorted(unknown)}; known are {KV_CACHE!r} and {WEIGHTS!r}")
+    return tags
+
+
+def check_request(request: Request, sampling: Sampling, capacity: int) -> None:
+    """Raises EngineError for a request that `capacity` tokens, prompt included, cannot hold or that has nothing left to sample."""
+    needed = len(request.prompt_ids) + sampling.max_tokens
+    if not request.prompt_ids:
+        raise EngineError(f"request {request.id} has an empty prompt")
+    if needed > capacity:
+        raise EngineError(
+            f"request {request.id}: a prompt of {len(request.prompt_ids)} tokens and up to {sampling.max_tokens} new ones "
+            f"need {needed}; the engine was given {capacity} (rollout.max_prompt_tokens + rollout.max_tokens)"
+        )
+    if len(request.sampled_ids) >= sampling.max_tokens:
+        raise EngineError(f"request {request.id} continues {len(request.sampled_ids)} tokens; the limit is {sampling.max_tokens}")

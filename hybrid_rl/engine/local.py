@@ -18,7 +18,17 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hybrid_rl.engine.base import KV_CACHE, WEIGHTS, Completion, EngineError, EngineStats, Request, Sampling, append_version
+from hybrid_rl.engine.base import (
+    KV_CACHE,
+    Completion,
+    EngineError,
+    EngineStats,
+    Request,
+    Sampling,
+    append_version,
+    check_request,
+    known_tags,
+)
 from hybrid_rl.engine.kv_cache import Decode, KVCache, Prefill
 from hybrid_rl.engine.sampling import sample, uniforms
 from hybrid_rl.types import FinishReason
@@ -94,7 +104,7 @@ class LocalEngine:
         if self._rows.requests or self._waiting:
             raise EngineError("generate() while another one is under way; exhaust it or abort() first")
         for request in requests:
-            self._check(request, sampling)
+            check_request(request, sampling, self.capacity)
         self._reset(sampling.max_tokens)
         self._waiting.extend(requests)
         self._users.update(_prefix_of(request) for request in requests)
@@ -116,18 +126,6 @@ class LocalEngine:
         unfinished += [Completion(r.id, list(r.sampled_ids), list(r.sampled_logprobs), list(r.versions), "abort") for r in self._waiting]
         self._reset()
         return unfinished
-
-    def _check(self, request: Request, sampling: Sampling) -> None:
-        needed = len(request.prompt_ids) + sampling.max_tokens
-        if not request.prompt_ids:
-            raise EngineError(f"request {request.id} has an empty prompt")
-        if needed > self.capacity:
-            raise EngineError(
-                f"request {request.id}: a prompt of {len(request.prompt_ids)} tokens and up to {sampling.max_tokens} new ones "
-                f"need {needed}; the engine was given {self.capacity} (rollout.max_prompt_tokens + rollout.max_tokens)"
-            )
-        if len(request.sampled_ids) >= sampling.max_tokens:
-            raise EngineError(f"request {request.id} continues {len(request.sampled_ids)} tokens; the limit is {sampling.max_tokens}")
 
     @torch.inference_mode()
     def _advance(self, sampling: Sampling) -> list[Completion]:
@@ -236,7 +234,7 @@ class LocalEngine:
 
     def sleep(self, tags: Iterable[str] = (KV_CACHE,)) -> int:
         """The shared weights belong to the policy and stay; the cache goes. Raises EngineError if something still holds it."""
-        tags = _known(tags)
+        tags = known_tags(tags)
         if self._rows.requests or self._waiting:
             raise EngineError("sleep() while requests are running; exhaust generate() or abort() first")
         self._asleep |= tags
@@ -251,7 +249,7 @@ class LocalEngine:
         return freed
 
     def wake(self, tags: Iterable[str] = (KV_CACHE,)) -> None:
-        self._asleep -= _known(tags)
+        self._asleep -= known_tags(tags)
 
     def close(self) -> None:
         self.abort()
@@ -290,10 +288,3 @@ class LocalEngine:
 
 def _prefix_of(request: Request) -> tuple[int, ...]:
     return (*request.prompt_ids, *request.sampled_ids)
-
-
-def _known(tags: Iterable[str]) -> set[str]:
-    tags = set(tags)
-    if unknown := tags - {KV_CACHE, WEIGHTS}:
-        raise EngineError(f"unknown memory tags {sorted(unknown)}; known are {KV_CACHE!r} and {WEIGHTS!r}")
-    return tags

@@ -1,0 +1,148 @@
+"""The process that owns `sglang.Engine`: it does what messages ask for and ends with whoever started it.
+
+SGLang expects a process of its own: it sets signal handlers, environment variables and the start method of processes, kills
+every child when it shuts down, and kills the process that called it when its scheduler dies. Here that harms nobody.
+
+Messages in: ("generate", run, [(id, input ids, sampling parameters)…]), ("abort", run), (operation, *arguments) of `_Host.operations`.
+Messages out: ("ready", facts) or ("failed", why) once; ("finished", run, id, ids, log-probabilities, facts) or ("refused", run, why) for
+each request; ("aborted", run) when nothing runs any more; ("done", None) or ("failed", why) for each operation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+IDLE_SECONDS = 60.0
+
+
+class _Host:
+    def __init__(self, engine: Any, connection: Connection):
+        self.engine, self.manager, self.connection = engine, engine.tokenizer_manager, connection
+        self.running: set[asyncio.Task[None]] = set()
+        self.operations: dict[str, Callable[..., Awaitable[None]]] = {
+            "release": self.release, "resume": self.resume, "begin": self.begin, "load": self.load, "end": self.end, "version": self.version,
+            "save": self.save,
+        }  # fmt: skip
+
+    async def serve(self) -> None:
+        """Until the other side closes the connection."""
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                kind, *arguments = await loop.run_in_executor(None, self.connection.recv)
+            except (EOFError, OSError):
+                return
+            if kind == "generate":
+                run, requests = arguments
+                self.running = {loop.create_task(self.sample(run, *request)) for request in requests}
+            elif kind == "abort":
+                await self.abort(*arguments)
+            else:
+                try:
+                    await self.operations[kind](*arguments)
+                    self.connection.send(("done", None))
+                except Exception as error:
+                    self.connection.send(("failed", f"{kind}: {error}"))
+
+    async def sample(self, run: int, id: int, input_ids: list[int], parameters: dict[str, Any]) -> None:
+        try:
+            out = await self.engine.async_generate(input_ids=input_ids, sampling_params=parameters, return_logprob=True)
+        except Exception as error:
+            self.connection.send(("refused", run, f"request {id}: {error}"))
+            return
+        facts, ids = out["meta_info"], out["output_ids"]
+        logprobs = [entry[0] for entry in facts.get("output_token_logprobs") or []]
+        wanted = ("finish_reason", "prompt_tokens", "cached_tokens", "weight_versions")
+        self.connection.send(("finished", run, id, list(ids), logprobs, {name: facts[name] for name in wanted if name in facts}))
+
+    async def abort(self, run: int) -> None:
+        while self.running:  # again, since a request may be on its way to the scheduler
+            self.manager.abort_request(abort_all=True)
+            await asyncio.wait(self.running, timeout=0.1)
+            self.running = {task for task in self.running if not task.done()}
+        self.connection.send(("aborted", run))
+
+    # ---- operations: a wrong answer raises -------------------------------------------------------------------------------
+
+    async def release(self, tags: list[str]) -> None:
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
+        await self.flush()
+        await self.manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags), None)
+
+    async def resume(self, tags: list[str]) -> None:
+        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+
+        await self.manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags), None)
+
+    async def begin(self) -> None:
+        from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
+
+        _check(await self.manager.begin_weight_update(BeginWeightUpdateReqInput(), None))
+
+    async def load(self, payloads: list[bytes]) -> None:
+        """One flattened bucket, serialized for each tensor-parallel rank."""
+        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+
+        request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=payloads, load_format="flattened_bucket", flush_cache=False)
+        _check(await self.manager.update_weights_from_tensor(request, None))
+
+    async def end(self) -> None:
+        from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
+
+        _check(await self.manager.end_weight_update(EndWeightUpdateReqInput(), None))
+
+    async def version(self, version: int) -> None:
+        """Forget what was computed under the weights before, and name those that are there now."""
+        from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
+
+        await self.flush()
+        await self.manager.update_weight_version(UpdateWeightVersionReqInput(new_version=str(version)))
+
+    async def flush(self) -> None:
+        """Forget computed prefixes, once the scheduler is idle: it may be a step ahead of the last request that it answered."""
+        deadline = time.monotonic() + IDLE_SECONDS
+        while not (await self.manager.flush_cache()).success:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the scheduler is still busy after {IDLE_SECONDS} s")
+            await asyncio.sleep(0.005)
+
+    async def save(self, folder: str) -> None:
+        """The weights as safetensors, by SGLang's names."""
+        self.engine.save_sharded_model(path=folder, pattern=None, max_size=None)
+
+
+def _check(answer: Sequence[Any]) -> None:
+    if not answer[0]:
+        raise RuntimeError(str(answer[1]))
+
+
+def main() -> None:
+    connection = Connection(int(sys.argv[1]))
+    key, arguments = connection.recv()
+    multiprocessing.current_process().authkey = key  # tensors are shared by those who know it
+    try:
+        import sglang
+        from sglang.srt.utils import kill_itself_when_parent_died
+
+        kill_itself_when_parent_died()
+        if not hasattr(sglang.Engine, "begin_weight_update"):
+            raise RuntimeError(f"SGLang {sglang.__version__} is too old; 0.5.21 or newer is needed")
+        engine = sglang.Engine(**arguments)
+    except Exception as error:
+        connection.send(("failed", f"{type(error).__name__}: {error}"))
+        return
+    info = engine._scheduler_init_result.scheduler_infos[0]
+    connection.send(("ready", {"input": info["max_req_input_len"], "tokens": info["max_total_num_tokens"]}))
+    engine.loop.run_until_complete(_Host(engine, connection).serve())
+    engine.shutdown()
+
+
+if __name__ == "__main__":
+    main()

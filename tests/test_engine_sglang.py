@@ -1,0 +1,188 @@
+"""The engine contract against the real SGLang, on the CPU: `make test-sglang`."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+if importlib.util.find_spec("sglang") is None:
+    pytest.skip("SGLang is not installed here; `make test-sglang` installs it for the CPU", allow_module_level=True)
+
+from hybrid_rl.engine.base import KV_CACHE, WEIGHTS, EngineError, EngineStats, Request, Sampling
+from hybrid_rl.engine.sglang import SGLangEngine
+from hybrid_rl.policy.model import Policy
+from tests.engine_contract import PROMPTS, EngineContract, checkpoint, collect, requests, tokens
+
+KV_TOKENS = 65536  # 32 MiB in the tiny models: enough to be seen in the memory of a process
+SUPPORTED = ["qwen3", "staggered", "llama", "qwen2", "granite", "phi3"]  # SGLang's gemma differs from transformers' by up to 1e-3 nats
+ALIVE = 8  # engines at a time; those that wait use no processor
+
+
+def start(folder: Path, slots: int = 8, capacity: int = 64) -> SGLangEngine:
+    policy = Policy.load(folder, torch.device("cpu"))
+    engine = SGLangEngine(folder, policy.end_ids(), slots, capacity, extra={"max_total_tokens": KV_TOKENS})
+    engine.set_version(0)
+    return engine
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[dict[tuple, SGLangEngine]]:
+    kept: dict[tuple, SGLangEngine] = {}
+    yield kept
+    for engine in kept.values():
+        engine.close()
+
+
+@pytest.fixture
+def make_engine(engines: dict[tuple, SGLangEngine]) -> Callable[..., SGLangEngine]:
+    """An engine as new: started, or one from before that was given its folder's weights again."""
+
+    def make(folder: Path, slots: int = 8, capacity: int = 64) -> SGLangEngine:
+        key = (folder, slots, capacity)
+        engine = engines.pop(key, None)
+        if engine is not None and engine._process.poll() is None:
+            engine.abort()
+            engine.wake([KV_CACHE, WEIGHTS])
+            engine.update_weights([checkpoint(folder)], version=0)
+            engine.stats = EngineStats()
+        else:
+            engine = start(folder, slots, capacity)
+        engines[key] = engine  # now the one used last
+        while len(engines) > ALIVE:
+            engines.pop(next(iter(engines))).close()
+        return engine
+
+    return make
+
+
+class TestSGLangEngine(EngineContract):
+    memory_tolerance = 0.05  # what processes have in memory, pages of other things included
+
+    @pytest.fixture(params=SUPPORTED)
+    def any_folder(self, request: pytest.FixtureRequest, folder_of) -> Path:
+        return folder_of(request.param)
+
+    def test_a_groups_prompt_is_computed_once(self, make_engine, tiny_folder: Path) -> None:
+        """SGLang's form of it: a request that comes when its prompt is known computes the last token alone."""
+        engine = make_engine(tiny_folder, slots=1)
+        out = collect(engine, requests(size=4), Sampling(max_tokens=3))
+        lengths = [len(p) for p in PROMPTS]
+        assert engine.stats.prompt_tokens == 4 * sum(lengths)
+        assert engine.stats.computed_prompt_tokens == sum(lengths) + 3 * len(lengths)
+        assert engine.stats.sampled_tokens == sum(len(c.token_ids) for c in out.values())
+
+    def test_waking_one_tag_leaves_the_other_asleep(self, make_engine, tiny_folder: Path) -> None:
+        """Weights that slept are gone, and sampling from what is there instead is refused."""
+        engine = make_engine(tiny_folder)
+        engine.sleep([KV_CACHE, WEIGHTS])
+        with pytest.raises(EngineError, match="weights sleep"):
+            engine.update_weights([checkpoint(tiny_folder)], version=1)
+        engine.wake([WEIGHTS])
+        with pytest.raises(EngineError, match="kv_cache"):
+            engine.generate(requests(), Sampling(max_tokens=2))
+        engine.wake([KV_CACHE, WEIGHTS])
+        with pytest.raises(EngineError, match="update_weights"):
+            engine.generate(requests(), Sampling(max_tokens=2))
+        engine.update_weights([checkpoint(tiny_folder)], version=1)
+        assert len(collect(engine, requests(), Sampling(max_tokens=2))) == 20
+        for call in (engine.sleep, engine.wake):
+            with pytest.raises(EngineError, match="cuda_graph"):
+                call(["cuda_graph"])
+
+
+@pytest.mark.parametrize("ids", [[5, 100_000], [-1], [320]], ids=str)
+def test_an_id_outside_the_vocabulary_is_refused(make_engine, tiny_folder: Path, ids: list[int]) -> None:
+    engine = make_engine(tiny_folder)
+    for request in (Request(3, ids, 0), Request(3, [1], 0, ids, [-1.0] * len(ids), [(0, len(ids))])):
+        with pytest.raises(EngineError, match=r"request 3 .*vocabulary"):
+            engine.generate([*requests(), request], Sampling(max_tokens=4))
+    assert len(collect(engine, requests(), Sampling(max_tokens=4))) == 20
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama", "gemma", "phi3"])
+def test_weights_come_back_under_the_checkpoints_names(make_engine, folder_of, name: str) -> None:
+    engine, new = make_engine(folder_of(name)), checkpoint(folder_of(name, seed=1))
+    engine.update_weights([new], version=1)
+    held = engine.weights()
+    assert new.keys() <= held.keys()
+    assert all(torch.equal(held[key], tensor) for key, tensor in new.items())
+
+
+def test_a_tied_weight_may_come_under_its_other_name(make_engine, folder_of) -> None:
+    engine, new = make_engine(folder_of("qwen3")), checkpoint(folder_of("qwen3", seed=1))
+    other = {name if name != "model.embed_tokens.weight" else "lm_head.weight": tensor for name, tensor in new.items()}
+    engine.update_weights([other], version=1)
+    assert all(torch.equal(engine.weights()[key], tensor) for key, tensor in other.items())
+    assert tokens(collect(engine, requests(), Sampling(max_tokens=4))) == tokens(
+        collect(make_engine(folder_of("qwen3", seed=1)), requests(), Sampling(max_tokens=4))
+    )
+
+
+@pytest.mark.parametrize("victim", ["scheduler", "host"])
+@pytest.mark.parametrize("moment", ["idle", "sampling"])
+def test_a_dead_engine_is_an_error_and_hurts_nobody(tiny_folder: Path, victim: str, moment: str) -> None:
+    engine, bystander = start(tiny_folder), subprocess.Popen(["sleep", "600"])
+    try:
+        stream = engine.generate(requests(), Sampling(max_tokens=30)) if moment == "sampling" else None
+        host = psutil.Process(engine._process.pid)
+        family = [host, *host.children(recursive=True)]
+        os.kill(next(p.pid for p in family if "scheduler" in p.name()) if victim == "scheduler" else host.pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match="has ended"):
+            list(stream) if stream else engine.update_weights([checkpoint(tiny_folder)], 1)
+        for call in (lambda: engine.generate(requests(), Sampling()), engine.sleep, lambda: engine.set_version(3)):
+            with pytest.raises(EngineError, match="has ended"):
+                call()
+        psutil.wait_procs(family, timeout=20)
+        assert not [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        engine.close()
+        assert bystander.poll() is None
+    finally:
+        engine.close()
+        bystander.kill()
+        bystander.wait()
+
+
+def test_close_ends_its_own_processes_alone(tiny_folder: Path) -> None:
+    engine, bystander = start(tiny_folder), subprocess.Popen(["sleep", "600"])
+    host = psutil.Process(engine._process.pid)
+    family = [host, *host.children(recursive=True)]
+    assert len(family) >= 2
+    engine.close()
+    engine.close()
+    assert not [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    assert bystander.poll() is None
+    with pytest.raises(EngineError, match="closed"):
+        engine.generate(requests(), Sampling())
+    bystander.kill()
+    bystander.wait()
+
+
+def test_a_process_that_is_killed_leaves_no_engine_behind(tiny_folder: Path) -> None:
+    program = (
+        "import sys, time\nfrom hybrid_rl.engine.sglang import SGLangEngine\n"
+        f"engine = SGLangEngine({str(tiny_folder)!r}, frozenset([257]), 4, 64)\nprint(engine._process.pid, flush=True)\ntime.sleep(600)"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    host = psutil.Process(int(owner.stdout.readline()))
+    family = [host, *host.children(recursive=True)]
+    owner.kill()
+    owner.wait()
+    _, alive = psutil.wait_procs(family, timeout=30)
+    assert not alive
+
+
+def test_what_does_not_start_says_why(tiny_folder: Path) -> None:
+    with pytest.raises(EngineError, match="room for"):
+        SGLangEngine(tiny_folder, frozenset([257]), 4, 100_000)
+    with pytest.raises(EngineError, match="no_such_argument"):
+        SGLangEngine(tiny_folder, frozenset([257]), 4, 64, extra={"no_such_argument": 1})
