@@ -53,8 +53,8 @@ LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK
 class _Run:
     """Requests under way: those without an answer yet, and the completions that wait to be asked for."""
 
-    def __init__(self, requests: Sequence[Request], number: int = 0):
-        self.number = number
+    def __init__(self, requests: Sequence[Request], number: int = 0, max_tokens: int = 0):
+        self.number, self.max_tokens = number, max_tokens
         self.open = {request.id: request for request in requests}
         self.finished: list[Completion] = []
         self.aborted: list[Completion] = []
@@ -120,9 +120,10 @@ class SGLangEngine:
         self._idle("generate()")
         for request in requests:
             self._check(request, sampling)
-        self._run = _Run(requests, self._run.number + 1)
+        self._run = _Run(requests, self._run.number + 1, sampling.max_tokens)
         if requests:
-            self._tell("generate", self._run.number, [(r.id, [*r.prompt_ids, *r.sampled_ids], self._parameters(r, sampling)) for r in requests])
+            items = [(r.id, [*r.prompt_ids, *r.sampled_ids], self._parameters(r, sampling)) for r in requests]
+            self._tell("generate", self._run.number, items)
         return self._drain(self._run)
 
     def _drain(self, run: _Run) -> Iterator[Completion]:
@@ -160,11 +161,13 @@ class SGLangEngine:
         if kind == "aborted":
             return False
         id, ids, logprobs, facts = rest
-        completion = self._completion(run.open.pop(id), ids, logprobs, facts)
+        completion = self._completion(run.open.pop(id), ids, logprobs, facts, run.max_tokens)
         (run.aborted if completion.finish_reason == "abort" else run.finished).append(completion)
         return True
 
-    def _completion(self, request: Request, ids: list[int], logprobs: list[float], facts: dict[str, Any]) -> Completion:
+    def _completion(
+        self, request: Request, ids: list[int], logprobs: list[float], facts: dict[str, Any], max_tokens: int
+    ) -> Completion:  # fmt: skip
         prompt = facts.get("prompt_tokens", 0)
         self.stats.sampled_tokens += len(ids)
         self.stats.prompt_tokens += prompt
@@ -174,8 +177,10 @@ class SGLangEngine:
         versions = list(request.versions)
         for span in facts.get("weight_versions") or ():
             versions = append_version(versions, int(span["version"]), span["end"] - span["start"])
-        reason = facts["finish_reason"]["type"]
-        return Completion(request.id, [*request.sampled_ids, *ids], [*request.sampled_logprobs, *logprobs], versions, reason)
+        whole, reason = [*request.sampled_ids, *ids], facts["finish_reason"]["type"]
+        if reason == "abort" and ids and (ids[-1] in self._ends or len(whole) >= max_tokens):  # it ended in the very step of the abort
+            reason = "stop" if ids[-1] in self._ends else "length"
+        return Completion(request.id, whole, [*request.sampled_logprobs, *logprobs], versions, reason)
 
     def _parameters(self, request: Request, sampling: Sampling) -> dict[str, Any]:
         return {
