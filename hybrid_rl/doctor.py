@@ -62,13 +62,13 @@ def checks(output_dir: Path = Path(".")) -> list[Check]:
     for package in ("torch", "transformers", "tokenizers", "accelerate", "hydra", "safetensors", "pyarrow", "pebble", "rich"):
         there = importlib.util.find_spec(package) is not None
         result.append(Check(package, there, _version(package) if there else "not installed", "pip install hybrid_rl"))
-    adapters = importlib.util.find_spec("peft") is not None
-    result.append(
-        Check(
-            "peft", adapters, _version("peft") if adapters else "not installed", "optional, for policy.lora: pip install 'hybrid_rl[lora]'"
-        )
-    )
-    result += [_memory(), _disk(output_dir), *_gpu()]
+    result += [
+        _memory(),
+        _disk(output_dir),
+        *_gpu(),
+        _optional("peft", "peft", "for policy.lora", "lora"),
+        _optional("SGLang", "sglang", "for a GPU", "sglang"),
+    ]
     return result
 
 
@@ -117,7 +117,12 @@ def _gpu() -> list[Check]:
     ]
 
 
-REQUIRED_ELSEWHERE = {"GPU", "flash-attention", "peft"}  # missing, they only narrow what can run
+def _optional(name: str, package: str, purpose: str, extra: str) -> Check:
+    there = importlib.util.find_spec(package) is not None
+    return Check(name, there, _version(package) if there else "not installed", f"optional, {purpose}: pip install 'hybrid_rl[{extra}]'")
+
+
+REQUIRED_ELSEWHERE = {"GPU", "flash-attention", "peft", "SGLang"}  # missing, they only narrow what can run
 
 
 def main() -> int:
@@ -131,6 +136,8 @@ def main() -> int:
     if needed:
         gpu = any(check.name == "GPU" and check.ok for check in results)
         print("  engine local   " + ("on the GPU, bfloat16 compute" if gpu else "on the CPU, float32"))
+        if any(check.name == "SGLang" and check.ok for check in results):
+            print("  engine sglang  in a process of its own" + ("" if gpu else " (on the CPU only for tests: make test-sglang)"))
         print("  ranks          " + ("one for each GPU" if gpu else f"1, or several on its {cores()} cores (ranks=N)"))
         print("  models         the embedded tiny Qwen3; any full-attention causal LM folder of transformers (model=qwen3 model.path=…)")
     return 0 if needed else 1

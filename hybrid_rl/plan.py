@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
-from hybrid_rl.config import Config, Offload, Reference
+from hybrid_rl.config import Config, EngineKind, Offload, Reference
 from hybrid_rl.console import Console
 from hybrid_rl.data import load_task_sets
 from hybrid_rl.data.render import demonstration, prompt_ids
@@ -19,7 +19,7 @@ from hybrid_rl.policy.layout import first_fit_decreasing
 from hybrid_rl.policy.model import LOGIT_CHUNK_ELEMENTS, ModelError, compute_dtype, pick_device
 from hybrid_rl.ranks import Ranks
 from hybrid_rl.rollout.reward import Scorer
-from hybrid_rl.session import choose_layout
+from hybrid_rl.session import ENGINES, choose_engine, choose_layout
 
 
 def print_plan(config: Config, console: Console, ranks: Ranks) -> None:
@@ -52,7 +52,8 @@ def print_plan(config: Config, console: Console, ranks: Ranks) -> None:
     console.say(f"machine    {here['cpu']}, {here['cores']} cores, {here['memory_gib']:.0f} GiB; {here['gpu'] or 'no GPU'}")
     compute = str(compute_dtype(config.policy.dtype, device)).removeprefix("torch.")
     console.say(f"ranks      {ranks.world} ({device.type}), compute {compute}, layout {choose_layout(config.policy.layout, device)}")
-    console.say(f"engine     local: samples from the policy's own memory, {config.engine.slots} completions at a time")
+    engine = choose_engine(config.engine.kind, device)
+    console.say(f"engine     {engine.value}: {ENGINES[engine]}, {config.engine.slots} completions at a time")
     console.say(
         f"model      {config.model.path or 'embedded tiny Qwen3'}: {parameters:,} parameters, vocabulary {model_config.vocab_size:,}"
     )
@@ -118,7 +119,7 @@ def memory_by_phase(
     in_bytes = {
         "sampling": {
             "parameters": 4 * parameters / share * (stays([Offload.all]) if sharded else 1),
-            "whole weights": size * parameters if sharded else 0,
+            "whole weights": size * parameters if sharded or choose_engine(config.engine.kind, device) == EngineKind.sglang else 0,
             "Adam moments": 8 * trainable / share * stays([Offload.optimizer, Offload.all]),
             "KV cache": 2 * text.num_hidden_layers * kv_heads * head_dim * kv_tokens * size,
         },

@@ -19,7 +19,7 @@ from hybrid_rl import checkpoint
 from hybrid_rl.config import Config, EngineKind, LayoutKind, Offload, OptimizerConfig
 from hybrid_rl.console import Console
 from hybrid_rl.data import TaskSets
-from hybrid_rl.engine.base import Engine
+from hybrid_rl.engine.base import Engine, EngineError
 from hybrid_rl.engine.local import LocalEngine
 from hybrid_rl.engine.sglang import SGLangEngine
 from hybrid_rl.metrics import Metrics
@@ -101,6 +101,9 @@ def choose_layout(kind: LayoutKind, device: torch.device) -> Layout:
     return kind.value
 
 
+ENGINES = {EngineKind.local: "samples from the policy's memory", EngineKind.sglang: "has its own copy of the weights"}
+
+
 def choose_engine(kind: EngineKind, device: torch.device) -> EngineKind:
     if kind == EngineKind.auto:
         return EngineKind.sglang if device.type == "cuda" and importlib.util.find_spec("sglang") else EngineKind.local
@@ -108,11 +111,18 @@ def choose_engine(kind: EngineKind, device: torch.device) -> EngineKind:
 
 
 def make_engine(config: Config, policy: Policy, model_folder: Path) -> Engine:
-    """The configured engine; one with memory of its own begins with the folder's weights."""
+    """The configured engine; one with memory of its own begins with the folder's weights. Collective."""
     chosen, capacity = config.engine, config.rollout.max_prompt_tokens + config.rollout.max_tokens
     if choose_engine(chosen.kind, policy.device) == EngineKind.local:
         return LocalEngine(policy.sampler, policy.end_ids(), chosen.slots, capacity, policy.device, policy.dtype)
-    return SGLangEngine(model_folder, policy.end_ids(), chosen.slots, capacity, policy.device, policy.dtype, chosen.memory_fraction)
+    engine, problem = None, None
+    try:
+        engine = SGLangEngine(model_folder, policy.end_ids(), chosen.slots, capacity, policy.device, policy.dtype, chosen.memory_fraction)
+    except EngineError as error:  # of this rank's process
+        problem = error
+    policy.ranks.agree(problem)
+    assert engine is not None
+    return engine
 
 
 def make_optimizer(policy: Policy, config: OptimizerConfig, steps: int) -> Optimizer:

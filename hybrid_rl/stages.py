@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from hybrid_rl import checkpoint
 from hybrid_rl.checkpoint import CheckpointError
-from hybrid_rl.config import Config, EngineKind
+from hybrid_rl.config import Config
 from hybrid_rl.console import Console
 from hybrid_rl.data import DataError, load_task_sets
 from hybrid_rl.doctor import cores, machine, versions
@@ -35,7 +35,7 @@ from hybrid_rl.ranks import Ranks
 from hybrid_rl.report import write_report
 from hybrid_rl.rl import train_rl
 from hybrid_rl.rollout.reward import RewardError, Scorer
-from hybrid_rl.session import Session, make_engine
+from hybrid_rl.session import ENGINES, Session, make_engine
 from hybrid_rl.sft import train_sft
 
 # What ends a run with one line instead of a traceback: the line says what to do.
@@ -130,7 +130,8 @@ def _build(
     if resumed is None:
         ranks.from_main(lambda: write_text(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config))))
     metrics = Metrics(folder / "metrics.jsonl" if ranks.main else None, keep_lines=resumed.state["metrics_lines"] if resumed else 0)
-    session = Session(config, folder, model_folder, policy, make_engine(config, policy, model_folder), tasks, scorer, metrics, console, resumed)
+    engine = make_engine(config, policy, model_folder)
+    session = Session(config, folder, model_folder, policy, engine, tasks, scorer, metrics, console, resumed)
     if resumed:
         resumed.restore_policy(policy)
         session.version, session.evaluations = resumed.state["version"], resumed.state["evaluations"]
@@ -142,9 +143,6 @@ def _build(
 def _make_tiny(folder: Path, config: Config) -> None:
     shutil.rmtree(folder, ignore_errors=True)  # what a run killed before its first checkpoint left
     tiny.create(folder, config.model.tiny, config.seed)
-
-
-ENGINES = {EngineKind.local: "samples from the policy's memory", EngineKind.sglang: "has its own copy of the weights"}
 
 
 def _introduce(s: Session) -> None:

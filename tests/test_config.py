@@ -14,6 +14,7 @@ REVERSE = "+recipe=reverse"
 
 # override(s) → what the line must contain
 BAD = [
+    ([REVERSE, "engine.memory_fraction=1"], "engine.memory_fraction=1.0 (command line): must be between 0.05 and 0.95"),
     ([], "no recipe was chosen; add +recipe=NAME, there are: reverse"),
     (["+recipe=revers"], "recipe=revers (command line): there is no such choice; there are: reverse"),
     ([REVERSE, "rollout.group_sise=8"], "rollout.group_sise=8 (command line): there is no such key; did you mean rollout.group_size?"),
@@ -150,3 +151,9 @@ def test_a_folder_of_ones_own_recipes(tmp_path):
     assert load(["+recipe=mine"], tmp_path).rl.steps == 7
     with pytest.raises(ConfigError, match="there are: mine, reverse"):
         load(["+recipe=min"], tmp_path)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="SGLang is installed")
+def test_an_engine_that_is_not_installed_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"engine.kind=.*SGLang is not installed; pip install 'hybrid_rl\[sglang\]', or engine=local"):
+        load([REVERSE, "engine=sglang"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import signal
 import subprocess
@@ -17,9 +18,11 @@ import torch
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("SGLang is not installed here; `make test-sglang` installs it for the CPU", allow_module_level=True)
 
+from hybrid_rl.config import EngineKind
 from hybrid_rl.engine.base import KV_CACHE, WEIGHTS, EngineError, EngineStats, Request, Sampling
 from hybrid_rl.engine.sglang import SGLangEngine
 from hybrid_rl.policy.model import Policy
+from hybrid_rl.session import choose_engine
 from tests.engine_contract import PROMPTS, EngineContract, checkpoint, collect, requests, tokens
 
 KV_TOKENS = 65536  # 32 MiB in the tiny models: enough to be seen in the memory of a process
@@ -187,3 +190,22 @@ def test_what_does_not_start_says_why(tiny_folder: Path) -> None:
         SGLangEngine(tiny_folder, frozenset([257]), 4, 100_000)
     with pytest.raises(EngineError, match="no_such_argument"):
         SGLangEngine(tiny_folder, frozenset([257]), 4, 64, extra={"no_such_argument": 1})
+
+
+def test_a_recipe_trains_with_it(tmp_path: Path) -> None:
+    """Whole runs of the command: every handover is verified, and what the engine sampled has the trainer's probabilities."""
+    command = [sys.executable, "-m", "hybrid_rl.run", "+recipe=reverse", "engine=sglang", "handover.verify=true", f"output_dir={tmp_path}"]
+    small = ["sft.steps=4", "rl.steps=3", "eval.max_tasks=4", "rollout.batch_size=16", "rollout.group_size=4", "rollout.max_tokens=24"]
+    result = subprocess.run([*command, *small], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "engine sglang" in result.stdout
+    (metrics,) = tmp_path.glob("reverse/*/metrics.jsonl")
+    steps = [line for line in map(json.loads, metrics.read_text().splitlines()) if "mismatch_kl" in line]
+    assert len(steps) == 3
+    assert max(step["mismatch_kl"] for step in steps) < 1e-6
+
+
+def test_auto_takes_it_on_a_gpu_alone() -> None:
+    kinds = {device: choose_engine(EngineKind.auto, torch.device(device)) for device in ("cpu", "cuda")}
+    assert kinds == {"cpu": EngineKind.local, "cuda": EngineKind.sglang}
+    assert choose_engine(EngineKind.sglang, torch.device("cpu")) == EngineKind.sglang
