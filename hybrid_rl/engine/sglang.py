@@ -54,8 +54,8 @@ class _Run:
     """Requests under way: those without an answer yet, and the completions that wait to be asked for."""
 
     def __init__(self, requests: Sequence[Request], number: int = 0, max_tokens: int = 0):
-        self.number, self.max_tokens = number, max_tokens
-        self.open = {request.id: request for request in requests}
+        self.number, self.max_tokens, self.clock = number, max_tokens, time.perf_counter()
+        self.open = dict(enumerate(requests))  # by position
         self.finished: list[Completion] = []
         self.aborted: list[Completion] = []
 
@@ -122,7 +122,7 @@ class SGLangEngine:
             self._check(request, sampling)
         self._run = _Run(requests, self._run.number + 1, sampling.max_tokens)
         if requests:
-            items = [(r.id, [*r.prompt_ids, *r.sampled_ids], self._parameters(r, sampling)) for r in requests]
+            items = [(i, [*r.prompt_ids, *r.sampled_ids], self._parameters(r, sampling)) for i, r in self._run.open.items()]
             self._tell("generate", self._run.number, items)
         return self._drain(self._run)
 
@@ -149,19 +149,20 @@ class SGLangEngine:
 
     def _next(self, run: _Run) -> bool:
         """Take in one message of a run; returns False at its end by abort."""
-        start = time.perf_counter()
         kind, number, *rest = self._receive()
-        self.stats.seconds += time.perf_counter() - start
         if number != run.number:  # of a run that ended in an error
             return True
+        if kind == "aborted":
+            return False
+        before, run.clock = run.clock, time.perf_counter()
+        self.stats.seconds += run.clock - before
+        request = run.open.pop(rest[0])
         if kind == "refused":
             run.open.clear()
             self._tell("abort", number)
-            raise EngineError(f"SGLang refused a request: {rest[0]}")
-        if kind == "aborted":
-            return False
-        id, ids, logprobs, facts = rest
-        completion = self._completion(run.open.pop(id), ids, logprobs, facts, run.max_tokens)
+            raise EngineError(f"SGLang refused request {request.id}: {rest[1]}")
+        _, ids, logprobs, facts = rest
+        completion = self._completion(request, ids, logprobs, facts, run.max_tokens)
         (run.aborted if completion.finish_reason == "abort" else run.finished).append(completion)
         return True
 

@@ -3,9 +3,9 @@
 SGLang expects a process of its own: it sets signal handlers, environment variables and the start method of processes, kills
 every child when it shuts down, and kills the process that called it when its scheduler dies. Here that harms nobody.
 
-Messages in: ("generate", run, [(id, input ids, sampling parameters)…]), ("abort", run), (operation, *arguments) of `_Host.operations`.
-Messages out: ("ready", facts) or ("failed", why) once; ("finished", run, id, ids, log-probabilities, facts) or ("refused", run, why) for
-each request; ("aborted", run) when nothing runs any more; ("done", None) or ("failed", why) for each operation.
+Messages in: ("generate", run, [(position, input ids, sampling parameters)…]), ("abort", run), (operation, *arguments) of `_Host.operations`.
+Messages out: ("ready", facts) or ("failed", why) once; ("finished", run, position, ids, log-probabilities, facts) or
+("refused", run, position, why) for each request; ("aborted", run) when nothing runs any more; ("done", None) or ("failed", why) for each operation.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ class _Host:
                 except Exception as error:
                     self.connection.send(("failed", f"{kind}: {error}"))
 
-    async def sample(self, run: int, id: int, input_ids: list[int], parameters: dict[str, Any]) -> None:
+    async def sample(self, run: int, position: int, input_ids: list[int], parameters: dict[str, Any]) -> None:
         try:
             out = await self.engine.async_generate(input_ids=input_ids, sampling_params=parameters, return_logprob=True)
         except Exception as error:
-            self.connection.send(("refused", run, f"request {id}: {error}"))
+            self.connection.send(("refused", run, position, str(error)))
             return
         facts, ids = out["meta_info"], out["output_ids"]
         logprobs = [entry[0] for entry in facts.get("output_token_logprobs") or []]
         wanted = ("finish_reason", "prompt_tokens", "cached_tokens", "weight_versions")
-        self.connection.send(("finished", run, id, list(ids), logprobs, {name: facts[name] for name in wanted if name in facts}))
+        self.connection.send(("finished", run, position, list(ids), logprobs, {name: facts[name] for name in wanted if name in facts}))
 
     async def abort(self, run: int) -> None:
         while self.running:  # again, since a request may be on its way to the scheduler
