@@ -299,6 +299,20 @@ def test_25_cycles_do_not_grow_memory(big_folder, world):
         assert min(used[-5:]) - min(used[:5]) < 96 * 2**20  # the transport keeps a few buffers; one layer kept a cycle would be 250 MB
 
 
+def test_ten_cycles_on_one_rank_leave_no_tensor_behind(big_folder):
+    policy = Policy.load(big_folder, torch.device("cpu"))
+    engine, optimizer = engine_of(policy), Optimizer(policy.trainable, OptimizerConfig(), 1, 1)
+
+    def turns(first: int, last: int) -> None:
+        for version in range(first, last):
+            hand_over(policy, engine, version, optimizer)
+            list(engine.generate([Request(i, [5, 9, 11], i) for i in range(8)], Sampling(max_tokens=8)))
+            take_back(policy, engine, optimizer)
+
+    turns(0, 3)
+    assert allocated(partial(turns, 3, 13))[1] == 0
+
+
 def test_phases_record_memory_before_and_after_and_add_up():
     phases, kept = Phases(torch.device("cpu")), []
     with phases("grow"):

@@ -10,7 +10,7 @@ def __getattr__(name: str):
         raise AttributeError(name)
 
     def absent(*args, **kwargs):
-        raise NotImplementedError(f"sgl_kernel.{name} does not exist on a CPU")
+        raise RuntimeError(f"sgl_kernel.{name} is a CUDA kernel, which a CPU cannot run")
 
     return absent
 
