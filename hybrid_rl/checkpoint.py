@@ -3,9 +3,10 @@
     checkpoints/rl_000010/  policy.00000-of-00002.safetensors     policy.00001-of-00002.safetensors
                             optimizer.00000-of-00002.safetensors  optimizer.00001-of-00002.safetensors  state.json  COMPLETE
 
-Each rank writes the rows it holds and reads the rows it needs, on as many ranks as there are then. A file's metadata says
-of each tensor which row is its first and the whole tensor's shape. COMPLETE lists every file with its size and CRC-32, so
-that a damaged checkpoint is found out instead of trained on. All functions but `complete` and `latest` are collective.
+A critic's files lie beside them: critic.*, critic_optimizer.*. Each rank writes the rows it holds and reads the rows it
+needs, on as many ranks as there are then. A file's metadata says of each tensor which row is its first and the whole
+tensor's shape. COMPLETE lists every file with its size and CRC-32, so that a damaged checkpoint is found out instead of
+trained on. All functions but `complete` and `latest` are collective.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -55,9 +57,22 @@ class Checkpoint:
 
     def restore_optimizer(self, optimizer: Optimizer) -> None:
         """Bring back the moments. After restore_policy, which checks their files too."""
+        self._restore_moments("optimizer", optimizer)
+
+    def restore_role(self, name: str, model: Policy, optimizer: Optimizer) -> None:
+        """Bring back a model that was trained beside the policy, and its moments. After restore_policy, which checks their files too.
+
+        Raises CheckpointError where the run that was saved had none.
+        """
+        if _moments(name) not in self.state:
+            raise CheckpointError(f"{self.folder} holds no {name}: the run that wrote it trained none; resume=never for a new run")
+        _together(self.ranks, f"{self.folder} could not be read", lambda: self._fill(name, model.trainable))
+        self._restore_moments(_moments(name), optimizer)
+
+    def _restore_moments(self, part: str, optimizer: Optimizer) -> None:
         tensors = optimizer.blank()
-        found = _together(self.ranks, f"{self.folder} could not be read", lambda: self._fill("optimizer", tensors))[self.ranks.rank]
-        optimizer.restore({name: tensors[name] for name in found}, self.state["optimizer"])
+        found = _together(self.ranks, f"{self.folder} could not be read", lambda: self._fill(part, tensors, some=True))[self.ranks.rank]
+        optimizer.restore({name: tensors[name] for name in found}, self.state[part])
 
     def _check_files(self) -> None:
         """Each rank checks its share of the files."""
@@ -69,8 +84,8 @@ class Checkpoint:
         if extra := sorted(file.name for file in self.folder.glob("*.safetensors") if file.name not in listed):
             raise CheckpointError(f"{self.folder / extra[0]} is not of this checkpoint; delete it")
 
-    def _fill(self, part: str, tensors: Mapping[str, Tensor]) -> list[str]:
-        """Copy this rank's rows into its tensors, in place; returns the names found. Moments may be absent: no step was taken yet."""
+    def _fill(self, part: str, tensors: Mapping[str, Tensor], some: bool = False) -> list[str]:
+        """Copy this rank's rows into its tensors, in place; returns the names found. All must be there, or `some`: moments before a first step."""
         files = [self.folder / name for name in sorted(_read_json(self.folder / MARKER)) if name.startswith(f"{part}.")]
         held: dict[str, dict[Path, range]] = {}
         shapes: dict[str, list[int]] = {}
@@ -79,7 +94,7 @@ class Checkpoint:
                 for name, text in shards.metadata().items():
                     first, shapes[name] = json.loads(text)
                     held.setdefault(name, {})[file] = range(first, first + shards.get_slice(name).get_shape()[0])
-        if shapes != {name: list(tensor.shape) for name, tensor in tensors.items() if part == "policy" or name in shapes}:
+        if shapes != {name: list(tensor.shape) for name, tensor in tensors.items() if not some or name in shapes}:
             raise CheckpointError(f"{self.folder} holds another model's weights")
         if torn := sorted(name for name, pieces in held.items() if not tiles(pieces.values(), shapes[name][0] if shapes[name] else 1)):
             raise CheckpointError(f"{self.folder / part}.*.safetensors do not hold every row of {torn[0]} once")
@@ -91,8 +106,11 @@ class Checkpoint:
         return list(held)
 
 
-def save(root: Path, stage: str, step: int, policy: Policy, optimizer: Optimizer | None, state: dict[str, Any], keep: int) -> None:
-    """Write weights, moments and state, then remove what is older than the last `keep`.
+def save(
+    root: Path, stage: str, step: int, policy: Policy, optimizer: Optimizer | None, state: dict[str, Any], keep: int,
+    roles: Mapping[str, tuple[Policy, Optimizer]] = MappingProxyType({}),
+) -> None:  # fmt: skip
+    """Write weights, moments and state, then remove what is older than the last `keep`. `roles`: models trained beside the policy.
 
     Raises CheckpointError with the disk's own reason, on every rank; the checkpoints before are untouched then.
     """
@@ -102,6 +120,9 @@ def save(root: Path, stage: str, step: int, policy: Policy, optimizer: Optimizer
     if optimizer is not None:
         parts["optimizer"] = optimizer.tensors()
         state = {**state, "optimizer": optimizer.state()}
+    for name, (model, own) in roles.items():
+        parts |= {name: model.trainable, _moments(name): own.tensors()}
+        state = {**state, _moments(name): own.state()}
     mine = {part: {name: tensor for name, tensor in tensors.items() if _writes(tensor, ranks)} for part, tensors in parts.items()}
     broken = f"checkpoint {final} could not be written, the one before is untouched"
 
@@ -161,6 +182,10 @@ def tiles(pieces: Iterable[range], rows: int) -> bool:
     """Whether the pieces hold each of `rows` rows once."""
     ordered = sorted((piece.start, piece.stop) for piece in pieces)
     return [0, *(stop for _, stop in ordered)] == [*(start for start, _ in ordered), rows]
+
+
+def _moments(role: str) -> str:
+    return f"{role}_optimizer"
 
 
 def _own(tensor: Tensor) -> tuple[range, Tensor]:

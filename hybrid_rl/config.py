@@ -43,6 +43,22 @@ class Reference(Enum):
     base = "base"  # the policy without its LoRA adapters: no copy
 
 
+class OldLogprobs(Enum):
+    behaviour = "behaviour"  # the engine's, as recorded at sampling
+    recomputed = "recomputed"  # the trainer's own before a batch's first update: what corrections compare with the engine's
+
+
+class KlEstimator(Enum):
+    k1 = "k1"
+    k2 = "k2"
+    k3 = "k3"
+
+
+class KlPlace(Enum):
+    loss = "loss"
+    reward = "reward"
+
+
 class Schedule(Enum):
     constant = "constant"
     linear = "linear"
@@ -85,7 +101,7 @@ class OptimizerConfig:
     lr: float = 3e-6
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     eps: float = 1e-8
-    weight_decay: float = 0.0
+    weight_decay: float = 0.0  # of matrices; norms and biases have none
     warmup_steps: int = 0
     schedule: Schedule = Schedule.constant
     final_lr: float = 0.1  # share of lr that cosine and linear end at
@@ -114,14 +130,46 @@ class PolicyConfig:
 
 
 @dataclass
-class AlgoConfig:
-    """Functions by `_target_`; other keys are their arguments."""
+class KlConfig:
+    """Distance from algo.reference as a price. k1, k2 and k3 estimate it from the sampled tokens: hybrid_rl/algo/kl.py."""
 
-    minibatches: int = 1  # AdamW steps a batch is used for, each on its share of the groups; 1 is exactly on-policy
+    coef: float = 0.0  # its weight; 0: the distance is only reported
+    estimator: KlEstimator = KlEstimator.k3
+    place: KlPlace = KlPlace.loss
+    target: float = 0.0  # nats a token that coef is steered towards; 0: coef stays as it is
+    horizon: int = 100  # steps over which coef may change severalfold
+
+
+@dataclass
+class CriticConfig:
+    """A model that predicts each token's return, for advantages that need one (gae, vtrace)."""
+
+    path: Optional[str] = None  # a Hugging Face folder it begins as; null: the policy's
+    clip: float = 0.2  # how far a prediction may move before its loss stops counting; 0: as far as it likes
+    warmup_steps: int = 0  # first RL steps in which it learns alone
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+
+
+@dataclass
+class AlgoConfig:
+    """Parts are functions by `_target_`, their other keys are arguments; conf/algo/<part>/ has those that come along."""
+
     advantage: dict[str, Any] = field(default_factory=lambda: {"_target_": "hybrid_rl.algo.grpo.advantages"})
     loss: dict[str, Any] = field(default_factory=lambda: {"_target_": "hybrid_rl.algo.ppo_clip.loss"})
+    aggregation: dict[str, Any] = field(default_factory=lambda: {"_target_": "hybrid_rl.algo.aggregation.token_mean"})
+    correction: dict[str, Any] = field(default_factory=dict)  # name: function, any number of them; of trainer and engine's mismatch
+    minibatches: int = 1  # optimizer steps that a pass over the batch takes, each on its share of the groups
+    epochs: int = 1  # passes over a batch; with one minibatch and one epoch a step is exactly on-policy
+    old_logprobs: OldLogprobs = OldLogprobs.behaviour  # what the ratio π/π_old is taken to
+    silent_by: str = "outcome"  # replace a group in which this is equal everywhere: outcome, reward (with penalties), a part's name; none
+    mask_truncated: bool = False  # leave rollouts that reached rollout.max_tokens out of the loss
+    overlong_share: float = 0.0  # of rollout.max_tokens, at its end: tokens there cost reward, linearly more; 0: off
+    overlong_penalty: float = 1.0  # what reaching rollout.max_tokens costs then
+    entropy_coef: float = 0.0  # weight of the policy's entropy, which the loss then rewards
     reference: Reference = Reference.none  # the model that the policy's distance is measured from
-    kl_coef: float = 0.0  # weight of that distance (k3, a token) in the loss; 0: it is only reported
+    kl: KlConfig = field(default_factory=KlConfig)
+    teacher: Optional[str] = None  # a Hugging Face folder with the same vocabulary, for advantage=opd
+    critic: CriticConfig = field(default_factory=CriticConfig)
 
 
 @dataclass
@@ -168,6 +216,7 @@ class EvalConfig:
     temperature: float = 1.0
     samples: int = 1  # completions a task; their mean counts
     max_tasks: int = 0  # 0: every held-out task
+    pass_reward: float = 1.0  # a sample with at least this reward is right: what pass@k counts
 
 
 @dataclass

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import statistics
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from hybrid_rl.config import Config, EngineKind, Offload, Reference
 from hybrid_rl.console import Console
 from hybrid_rl.data import load_task_sets
 from hybrid_rl.data.render import demonstration, prompt_ids
 from hybrid_rl.doctor import machine
+from hybrid_rl.learner import needs
 from hybrid_rl.policy import lora, tiny
 from hybrid_rl.policy.layout import first_fit_decreasing
 from hybrid_rl.policy.model import LOGIT_CHUNK_ELEMENTS, ModelError, compute_dtype, pick_device
@@ -30,12 +33,10 @@ def print_plan(config: Config, console: Console, ranks: Ranks) -> None:
             tiny.create(Path(temporary), config.model.tiny, config.seed)
         try:
             tokenizer = AutoTokenizer.from_pretrained(config.model.path or temporary, local_files_only=True)
-            model_config = AutoConfig.from_pretrained(config.model.path or temporary, local_files_only=True)
         except (OSError, ValueError) as error:
-            raise ModelError(f"model.path={config.model.path} cannot be read: {str(error).strip().splitlines()[0]}") from error
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config)
-    parameters = sum(p.numel() for p in model.parameters())
+            raise _unreadable("model.path", config.model.path, error) from error
+        model = _empty("model.path", config.model.path or temporary)
+    model_config, parameters = model.config, sum(p.numel() for p in model.parameters())
     lora.inject(model, config.policy.lora)
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     wanted = r.batch_size // r.group_size
@@ -70,8 +71,39 @@ def print_plan(config: Config, console: Console, ranks: Ranks) -> None:
     console.say(_batch_line("at most", config, prompt, r.max_tokens))
     updates = f"{config.algo.minibatches} AdamW step{'s' * (config.algo.minibatches > 1)} each"
     console.say(f"RL         {config.rl.steps} steps, {updates}, lr {config.rl.optimizer.lr:g}, temperature {r.temperature:g}")
-    for line in _memory_lines(config, model_config, parameters, trainable, device, ranks):
+    beside = models_beside(config, parameters)
+    if beside:
+        console.say("beside it  " + ", ".join(f"{name} of {count:,} parameters" for name, count in beside.items()))
+    for line in _memory_lines(config, model_config, parameters, trainable, device, ranks, beside):
         console.say(line)
+
+
+def models_beside(config: Config, parameters: int) -> dict[str, int]:
+    """Parameters of each model that `algo` wants beside the policy, which has `parameters`. Raises ModelError for a bad folder."""
+    algo, wanted = config.algo, needs(config.algo.advantage)
+    found: dict[str, int] = {}
+    if algo.reference == Reference.frozen:
+        found["reference"] = parameters
+    if "teacher_logprobs" in wanted and algo.teacher:
+        found["teacher"] = sum(p.numel() for p in _empty("algo.teacher", algo.teacher).parameters())
+    if "values" in wanted:
+        path = algo.critic.path
+        found["critic"] = sum(p.numel() for p in _empty("algo.critic.path", path).parameters()) if path else parameters
+    return found
+
+
+def _empty(setting: str, folder: str) -> PreTrainedModel:
+    """The folder's model without memory for its parameters."""
+    try:
+        model_config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise _unreadable(setting, folder, error) from error
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(model_config)
+
+
+def _unreadable(setting: str, folder: str | None, error: Exception) -> ModelError:
+    return ModelError(f"{setting}={folder} cannot be read: {str(error).strip().splitlines()[0]}")
 
 
 def _batch_line(label: str, config: Config, prompt: float, completion: float) -> str:
@@ -88,21 +120,23 @@ def _batch_line(label: str, config: Config, prompt: float, completion: float) ->
 
 
 def _memory_lines(
-    config: Config, model: PreTrainedConfig, parameters: int, trainable: int, device: torch.device, ranks: Ranks
+    config: Config, model: PreTrainedConfig, parameters: int, trainable: int, device: torch.device, ranks: Ranks, beside: Mapping[str, int],
 ) -> list[str]:  # fmt: skip
     lines: list[str] = []
-    for phase, items in memory_by_phase(config, model, parameters, trainable, device, ranks).items():
+    for phase, items in memory_by_phase(config, model, parameters, trainable, device, ranks, beside).items():
         what = " + ".join(f"{name} {gib:.2f}" for name, gib in items.items() if gib >= 0.005)
         lines.append(f"{'memory' if not lines else '':<11}{phase}: {sum(items.values()):.2f} GiB a rank ({what})")
     return lines
 
 
 def memory_by_phase(
-    config: Config, model: PreTrainedConfig, parameters: int, trainable: int, device: torch.device, ranks: Ranks
+    config: Config, model: PreTrainedConfig, parameters: int, trainable: int, device: torch.device, ranks: Ranks,
+    beside: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[str, dict[str, float]]:  # fmt: skip
     """GiB that one rank holds in each phase, by arithmetic and not measurement (docs/memory.md has the table).
 
-    Activations are a rule of thumb: 34 values a token and hidden unit in each layer, or one where they are computed again.
+    `beside` has the parameters of reference, teacher and critic; one of them is idle while another computes, and on a GPU on the host then,
+    but for the critic, which keeps its place while the policy learns. Activations are a rule of thumb: 34 values a token and hidden unit in each layer, or one where they are computed again.
     """
     text, policy = model.get_text_config(), config.policy
     dtype = compute_dtype(policy.dtype, device)
@@ -116,18 +150,22 @@ def memory_by_phase(
     kept, again = (1, 34) if policy.activation_checkpointing else (34, 0)
     activations = (kept * text.num_hidden_layers + again) * text.hidden_size * row * size
     stays = lambda what: 0 if policy.offload in what else 1  # noqa: E731
+    critic, scorers = beside.get("critic", 0), {name: count for name, count in beside.items() if name != "critic"}
+    critic_stays = stays([Offload.all]) if ranks.world > 1 else 1
     in_bytes = {
         "sampling": {
             "parameters": 4 * parameters / share * (stays([Offload.all]) if sharded else 1),
             "whole weights": size * parameters if sharded or choose_engine(config.engine.kind, device) == EngineKind.sglang else 0,
             "Adam moments": 8 * trainable / share * stays([Offload.optimizer, Offload.all]),
+            "critic": (4 * critic_stays + 8 * stays([Offload.optimizer, Offload.all])) * critic / share * (device.type == "cpu"),
             "KV cache": 2 * text.num_hidden_layers * kv_heads * head_dim * kv_tokens * size,
         },
         "training": {
             "parameters": 4 * parameters / share,
             "units whole": size * (embeddings + 2 * layer) if sharded else 0,
-            "reference": 4 * parameters / share if config.algo.reference == Reference.frozen else 0,
-            "gradients": 4 * trainable / share,
+            **{name: 4 * count / share for name, count in scorers.items()},
+            "critic": 12 * critic / share,
+            "gradients": 4 * max(trainable, critic) / share,  # one after the other
             "Adam moments": 8 * trainable / share,
             "activations": activations,
             "logits": 3 * 4 * min(LOGIT_CHUNK_ELEMENTS, row * text.vocab_size),

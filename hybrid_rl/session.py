@@ -23,6 +23,7 @@ from hybrid_rl.engine.base import Engine, EngineError
 from hybrid_rl.engine.local import LocalEngine
 from hybrid_rl.engine.sglang import SGLangEngine
 from hybrid_rl.metrics import Metrics
+from hybrid_rl.policy.critic import Critic
 from hybrid_rl.policy.layout import Layout
 from hybrid_rl.policy.model import Policy
 from hybrid_rl.policy.optimizer import Optimizer
@@ -87,12 +88,16 @@ class Session:
         prompts = [str(self.policy.tokenizer.decode(g.rollouts[0].token_ids[: g.rollouts[0].prompt_length])) for g in groups]
         write_rollouts(self.folder / "rollouts" / f"{name}.parquet", groups, prompts, advantages, trained)
 
-    def save_checkpoint(self, stage: str, step: int, optimizer: Optimizer | None, **state: object) -> None:
+    def save_checkpoint(self, stage: str, step: int, optimizer: Optimizer | None, critic: Critic | None = None, **state: object) -> None:
         """Everything a later process needs to go on from here, the metrics written so far included. Collective."""
         shared = {"version": self.version, "metrics_lines": self.metrics.lines, "evaluations": self.evaluations, "seconds": self.spent()}
         root, keep = self.folder / "checkpoints", self.config.rl.keep_checkpoints
+        roles = {}
+        if critic:
+            critic.unpark()  # a step without a signal had no use for it
+            roles["critic"] = critic.model, critic.optimizer
         with self.timed("checkpoint"):
-            checkpoint.save(root, stage, step, self.policy, optimizer, {**shared, **state}, keep)
+            checkpoint.save(root, stage, step, self.policy, optimizer, {**shared, **state}, keep, roles)
 
 
 def choose_layout(kind: LayoutKind, device: torch.device) -> Layout:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length", "abort", "error"]
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort", "error")
 
+ROUNDING = 4 * 2**-23  # float32's: rewards that differ by less, of their size, are equal
+
 # (policy version, number of consecutive tokens sampled under it)
 VersionSegments = Sequence[tuple[int, int]]
 
@@ -60,7 +62,8 @@ class Rollout:
     versions: list[tuple[int, int]] = field(init=False, default_factory=list)
     finish_reason: FinishReason | None = None
     completion: str = ""
-    reward: float | None = None
+    outcome: float | None = None  # what the reward function gave
+    reward: float | None = None  # the outcome and what `shape` added
     reward_parts: dict[str, float] = field(default_factory=dict)
     error: str | None = None
 
@@ -106,7 +109,15 @@ class Rollout:
         """Record the environment's verdict; raises ValueError for a reward that is not a finite number."""
         if not math.isfinite(reward) or not all(math.isfinite(value) for value in parts.values()):
             raise ValueError(f"task {self.task_id}: reward {reward} with parts {parts} is not finite")
-        self.reward, self.reward_parts = float(reward), dict(parts)
+        self.outcome = self.reward = float(reward)
+        self.reward_parts = dict(parts)
+
+    def shape(self, part: str, value: float) -> None:
+        """Add to the reward under a name of its own; the outcome stays what it was."""
+        if self.reward is None or part in self.reward_parts:
+            raise ValueError(f"task {self.task_id}: {part!r} cannot be added to reward {self.reward} with parts {self.reward_parts}")
+        self.reward += value
+        self.reward_parts[part] = value
 
 
 @dataclass(slots=True)
@@ -141,10 +152,17 @@ class Group:
             raise ValueError(f"group {self.id} is not ready: a reward is missing")
         return [r.reward for r in self.rollouts if r.reward is not None]
 
-    @property
-    def silent(self) -> bool:
-        """All rewards equal: every advantage is zero and the group carries no signal."""
-        return max(self.rewards) == min(self.rewards)
+    def silent(self, by: str = "outcome") -> bool:
+        """Equal everywhere: the outcome, the reward with what shaped it, or a named part of it; by "none" no group is silent.
+
+        Raises KeyError for a part that no reward has.
+        """
+        if by == "none":
+            return False
+        values = [r.reward_parts[by] for r in self.rollouts] if by not in ("outcome", "reward") else self.rewards
+        if by == "outcome":
+            values = [r.outcome for r in self.rollouts]  # type: ignore[misc]  # ready: self.rewards has raised otherwise
+        return max(values) - min(values) <= ROUNDING * max(map(abs, values))
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hybrid_rl.config import Config, EngineKind, Reference
+from hybrid_rl.config import Config, EngineKind, KlEstimator, KlPlace, OldLogprobs, Reference
 
 PACKAGE = Path(__file__).parent
 # In a checkout conf/ lies beside the package; an installed wheel carries it inside.
@@ -73,15 +73,17 @@ def _check_names(overrides: Sequence[Override], folders: Sequence[Path]) -> None
             continue
         if key in groups:
             options = sorted(file.stem for folder in folders for file in (folder / key).glob("*.yaml"))
-            if value not in options:
-                raise ConfigError(f"{key}={value} (command line): there is no such choice; {_nearest(value, options)}")
+            for choice in value.strip("[]").split(","):  # several of a group as a list
+                if choice and choice not in options:
+                    raise ConfigError(f"{key}={value} (command line): there is no such choice; {_nearest(choice, options)}")
         elif key not in keys:
             section = key.rpartition(".")[0]
             known = sorted(k for k in keys | groups if section not in keys or k.startswith(f"{section}."))
             raise ConfigError(f"{key}={value} (command line): there is no such key; {_nearest(key, known)}")
 
 
-OPEN = ("data", "reward", "algo.advantage", "algo.loss")  # their keys are the arguments of a function
+PARTS = ("algo.advantage", "algo.loss", "algo.aggregation")
+OPEN = ("data", "reward", *PARTS, "algo.correction")  # their keys are the arguments of functions
 
 
 def _in_open(override: Override) -> bool:
@@ -139,11 +141,16 @@ def _origin(key: str, overrides: Sequence[Override], folders: Sequence[Path]) ->
     if any(o.key_or_group == key for o in overrides):
         return "command line"
     chosen = {"model": "tiny", "algo": "grpo"} | {o.key_or_group: str(o.value()) for o in overrides}
-    for group in ("recipe", "model", "algo"):
-        path = key if group != "algo" else key.removeprefix("algo.")
-        for file in (folder / group / f"{chosen.get(group)}.yaml" for folder in folders):
+    for file in (folder / "algo" / f"{chosen['algo']}.yaml" for folder in folders):
+        if file.is_file():  # the parts that an algorithm names, where the command line names no other
+            named = OmegaConf.to_container(OmegaConf.load(file)).get("defaults", [])  # type: ignore[union-attr]
+            chosen = {f"algo/{name}": choice for part in named if isinstance(part, dict) for name, choice in part.items()} | chosen
+    for group in ("recipe", "model", "algo", *(part.replace(".", "/") for part in PARTS)):
+        path = key.removeprefix(group.replace("/", ".") + ".") if group.startswith("algo") else key
+        for folder in folders:
+            file = folder / group / f"{chosen.get(group)}.yaml"
             if file.is_file() and OmegaConf.select(OmegaConf.load(file), path) is not None:
-                return f"{file.parent.parent.name}/{group}/{file.name}"
+                return f"{folder.name}/{group}/{file.name}"
     return "default"
 
 
@@ -161,10 +168,13 @@ def _problems(c: DictConfig) -> Iterator[tuple[str, str]]:
     for key, (low, high) in BETWEEN.items():
         if not low <= OmegaConf.select(c, key) <= high:
             yield key, f"must be between {low:g} and {high:g}"
+    for key in NOT_NEGATIVE:
+        if not 0 <= OmegaConf.select(c, key) < math.inf:
+            yield key, "must be a number of at least 0"
     for key in POSITIVE:
         if not (OmegaConf.select(c, key) > 0 and math.isfinite(OmegaConf.select(c, key))):
             yield key, "must be a number above 0"
-    for key in ("sft.optimizer.betas", "rl.optimizer.betas"):
+    for key in ("sft.optimizer.betas", "rl.optimizer.betas", "algo.critic.optimizer.betas"):
         betas = OmegaConf.select(c, key)
         if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
             yield key, "must be two numbers from 0 to below 1, like [0.9, 0.95]"
@@ -200,10 +210,7 @@ def _problems(c: DictConfig) -> Iterator[tuple[str, str]]:
         yield "policy.lora.targets", "names no module; all-linear means all of them"
     if c.algo.reference == Reference.base and c.policy.lora.rank == 0:
         yield "algo.reference", "is the policy without its adapters, and policy.lora.rank=0 means it has none; use frozen"
-    if not 0 <= c.algo.kl_coef < math.inf:
-        yield "algo.kl_coef", "must be a number of at least 0"
-    elif c.algo.kl_coef and c.algo.reference == Reference.none:
-        yield "algo.kl_coef", "needs a model to measure the distance from; set algo.reference=frozen"
+    yield from _algo_problems(c)
     if c.device not in ("auto", "cpu", "cuda"):
         yield "device", f"{_nearest(c.device, ['auto', 'cpu', 'cuda'])}"
     if c.resume not in ("never", "auto") and not Path(c.resume).is_dir():
@@ -217,16 +224,65 @@ def _problems(c: DictConfig) -> Iterator[tuple[str, str]]:
             )
         elif not any(folder.glob("*.safetensors")):
             yield "model.path", "has no *.safetensors file; weights are read in that format only"
-    for key in ("data", "reward", "algo.advantage", "algo.loss"):
+    for key in ("data", "reward", *PARTS, *(f"algo.correction.{name}" for name in c.algo.correction)):
         if problem := _target_problem(OmegaConf.to_container(OmegaConf.select(c, key))):
             yield problem[0] and f"{key}.{problem[0]}", problem[1]
 
 
+def _algo_problems(c: DictConfig) -> Iterator[tuple[str, str]]:
+    algo, needs = c.algo, _needs(OmegaConf.to_container(c.algo.advantage))
+    if algo.kl.coef and algo.reference == Reference.none:
+        yield "algo.kl.coef", "needs a model to measure the distance from; set algo.reference=frozen"
+    elif algo.kl.coef and algo.kl.place == KlPlace.loss and algo.kl.estimator == KlEstimator.k1:
+        yield "algo.kl.estimator", "as a loss has no gradient on average; use k2 or k3, or algo.kl.place=reward"
+    elif algo.kl.target and not algo.kl.coef:
+        yield "algo.kl.target", "steers algo.kl.coef, which is 0 and would stay 0; begin with algo.kl.coef=0.01, say"
+    if algo.correction and algo.old_logprobs != OldLogprobs.recomputed:
+        yield "algo.correction", "compares the trainer's log-probabilities with the engine's; set algo.old_logprobs=recomputed"
+    if algo.correction and (c.rollout.top_k or c.rollout.top_p < 1):
+        yield (
+            "algo.correction",
+            (
+                "weighs tokens by whole distributions, and rollout.top_k or rollout.top_p cut the one that is sampled from; "
+                "use rollout.top_k=0 rollout.top_p=1, or no correction"
+            ),
+        )
+    if c.rollout.group_size == 1 and algo.silent_by != "none":
+        yield "rollout.group_size", "makes every group silent; use 2 or more, or algo.silent_by=none"
+    if c.rollout.group_size == 1 and "group" in needs:
+        yield "rollout.group_size", f"leaves {algo.advantage._target_} nothing to compare with; use 2 or more"
+    if algo.loss.get("dual_clip", 0) and algo.loss.dual_clip <= 1 + algo.loss.clip_high:
+        yield "algo.loss.dual_clip", f"must be 0 (off) or more than 1 + clip_high = {1 + algo.loss.clip_high:g}; 3 is usual"
+    if algo.loss._target_ == "hybrid_rl.algo.gspo.loss" and needs & {"values", "teacher_logprobs"}:
+        yield "algo.loss", f"gspo gives a rollout one ratio and would average the tokens' own advantages of {algo.advantage._target_}"
+    if "teacher_logprobs" in needs and algo.teacher is None:
+        yield "algo.teacher", "is missing: algo.advantage learns from one; set algo.teacher=/path/to/a/model/folder"
+    elif "teacher_logprobs" not in needs and algo.teacher is not None:
+        yield "algo.teacher", "is asked by no one; use algo=opd, or leave it out"
+    if algo.teacher is not None and not (Path(algo.teacher) / "config.json").is_file():
+        yield "algo.teacher", "is not a Hugging Face model folder on this disk (one with a config.json)"
+    if algo.critic.path is not None and not (Path(algo.critic.path) / "config.json").is_file():
+        yield "algo.critic.path", "is not a Hugging Face model folder on this disk (one with a config.json)"
+
+
+def _needs(part: Any) -> set[str]:
+    """What an advantage's file, and those nested in its arguments, declare as NEEDS; read from the source, not imported."""
+    if not isinstance(part, dict):
+        return set()
+    own: set[str] = set()
+    if "_target_" in part and (source := _source(part["_target_"].rpartition(".")[0])):
+        for node in ast.parse(source.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "NEEDS" for t in node.targets):
+                own |= set(ast.literal_eval(node.value))
+    return own.union(*(_needs(value) for value in part.values()))
+
+
 LEAST = {
-    "rollout.batch_size": 2, "rollout.group_size": 2, "rollout.max_tokens": 1, "rollout.max_prompt_tokens": 1,
+    "rollout.batch_size": 1, "rollout.group_size": 1, "rollout.max_tokens": 1, "rollout.max_prompt_tokens": 1,
     "rollout.top_k": 0, "rollout.max_replacements": 0, "rollout.reward_workers": 1, "engine.slots": 1, "policy.row_tokens": 2,
     "policy.max_bad_steps": 1, "policy.shard": 0, "policy.lora.rank": 0, "policy.lora.alpha": 1, "handover.bucket_mib": 1,
-    "sft.steps": 0, "sft.batch_size": 1, "sft.checkpoint_every": 0, "rl.steps": 0, "algo.minibatches": 1,
+    "sft.steps": 0, "sft.batch_size": 1, "sft.checkpoint_every": 0, "rl.steps": 0, "algo.minibatches": 1, "algo.epochs": 1,
+    "algo.kl.horizon": 1, "algo.critic.warmup_steps": 0, "algo.critic.optimizer.warmup_steps": 0,
     "rl.checkpoint_every": 1, "rl.keep_checkpoints": 1, "rl.eval_every": 0, "eval.temperature": 0, "eval.samples": 1,
     "eval.max_tasks": 0, "threads": 0, "ranks": 0, "seed": 0, "sft.optimizer.warmup_steps": 0, "rl.optimizer.warmup_steps": 0,
     "sft.optimizer.weight_decay": 0, "rl.optimizer.weight_decay": 0, "model.tiny.layers": 1, "model.tiny.heads": 1,
@@ -237,13 +293,16 @@ BETWEEN = {
     "engine.memory_fraction": (0.05, 0.95),
     "sft.curriculum": (0, 1),
     "sft.label_smoothing": (0, 0.9),
+    "algo.overlong_share": (0, 1),
     "sft.optimizer.final_lr": (0, 1),
     "rl.optimizer.final_lr": (0, 1),
+    "eval.pass_reward": (-1e6, 1e6),
 }
+NOT_NEGATIVE = ("algo.kl.coef", "algo.kl.target", "algo.entropy_coef", "algo.overlong_penalty", "algo.critic.clip")
 POSITIVE = (
     "rank_timeout", "rollout.temperature", "rollout.reward_timeout",
-    "sft.optimizer.lr", "rl.optimizer.lr", "sft.optimizer.eps", "rl.optimizer.eps",
-    "sft.optimizer.max_grad_norm", "rl.optimizer.max_grad_norm", "model.tiny.rope_theta", "model.tiny.init_std",
+    *(f"{stage}.optimizer.{key}" for stage in ("sft", "rl", "algo.critic") for key in ("lr", "eps", "max_grad_norm")),
+    "model.tiny.rope_theta", "model.tiny.init_std",
 )  # fmt: skip
 
 
@@ -252,15 +311,10 @@ def _target_problem(node: Any) -> tuple[str, str] | None:
     if not node or "_target_" not in node:
         return "_target_", "names no function; the recipe must set it"
     module, _, name = node["_target_"].rpartition(".")
-    try:
-        spec = importlib.util.find_spec(module) if module else None
-    except ImportError:
-        spec = None
-    if spec is None or not spec.origin:
+    source = _source(module)
+    if source is None:
         return "_target_", f"there is no module {module!r} on the Python path"
-    definitions = {
-        n.name: n for n in ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body if isinstance(n, ast.FunctionDef | ast.ClassDef)
-    }
+    definitions = {n.name: n for n in ast.parse(source.read_text(encoding="utf-8")).body if isinstance(n, ast.FunctionDef | ast.ClassDef)}
     found = definitions.get(name)
     public = sorted(d for d in definitions if not d.startswith("_"))
     if found is None:
@@ -274,3 +328,12 @@ def _target_problem(node: Any) -> tuple[str, str] | None:
         if argument not in accepted and not argument.startswith("_"):
             return argument, f"{module}.{name} takes no such argument; {_nearest(argument, accepted)}"
     return None
+
+
+def _source(module: str) -> Path | None:
+    """The file of a module that can be imported, without importing it."""
+    try:
+        spec = importlib.util.find_spec(module) if module else None
+    except ImportError:
+        return None
+    return Path(spec.origin) if spec and spec.origin else None

@@ -98,7 +98,7 @@ def test_replacements_are_new_tasks_and_fill_the_step(policy):
     assert batch.silent_groups == len(batch.dropped) > 0
     assert batch.missing_groups == 0
     assert len({g.task.id for g in batch.all_groups}) == len(batch.all_groups)
-    assert all(not g.silent for g in batch.groups)
+    assert all(not g.silent() for g in batch.groups)
     assert [g.id for g in batch.groups] == sorted(g.id for g in batch.groups)
 
 

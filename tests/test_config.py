@@ -29,7 +29,9 @@ BAD = [
     ([REVERSE, "rollout.group_size=15"], "does not divide rollout.batch_size=128; the nearest that does is 16"),
     ([REVERSE, "rollout.batch_size=100"], "rollout.group_size=16 (conf/recipe/reverse.yaml): does not divide rollout.batch_size=100; the nearest that does is 20"),
     ([REVERSE, "algo.minibatches=3"], "does not divide the 8 groups of a batch (whole groups stay together); the nearest that does is 2"),
-    ([REVERSE, "rollout.group_size=1"], "rollout.group_size=1 (command line): must be at least 2"),
+    ([REVERSE, "rollout.group_size=0"], "rollout.group_size=0 (command line): must be at least 1"),
+    ([REVERSE, "rollout.group_size=1"], "rollout.group_size=1 (command line): makes every group silent; use 2 or more, or algo.silent_by=none"),
+    ([REVERSE, "rollout.group_size=1", "algo.silent_by=none"], "leaves hybrid_rl.algo.grpo.advantages nothing to compare with; use 2 or more"),
     ([REVERSE, "rollout.max_tokens=4000"], "is longer than a row of policy.row_tokens=2048; at most "),
     ([REVERSE, "policy.row_tokens=16"], "set policy.row_tokens to"),
     ([REVERSE, "rollout.temperature=0"], "rollout.temperature=0.0 (command line): must be a number above 0"),
@@ -49,15 +51,31 @@ BAD = [
     ([REVERSE, "reward._target_=hybrid_rl.recipes.reverse.similar"], "defines no 'similar'; there are: load_tasks, similarity"),
     ([REVERSE, "reward._target_=no.such.module.f"], "there is no module 'no.such.module' on the Python path"),
     ([REVERSE, "algo.loss.clip_lo=0.1"], "there are: _target_, clip_low, clip_high"),
-    ([REVERSE, "algo=gpro"], "there are: dr_grpo, grpo"),
+    ([REVERSE, "algo=gpro"], "algo=gpro (command line): there is no such choice; did you mean grpo?"),
+    ([REVERSE, "algo/loss=gsp"], "algo/loss=gsp (command line): there is no such choice; did you mean gspo?"),
+    ([REVERSE, "algo/correction=[tis,icepo]"], "there is no such choice; there are: icepop, k3_mask, seq_mask, tis"),
+    ([REVERSE, "algo/loss=gspo", "algo.loss.dual_clip=3"], "there is no such key"),
+    ([REVERSE, "algo/correction=tis"], "algo.correction={'tis': "),
+    ([REVERSE, "algo/correction=tis", "algo.old_logprobs=recomputed", "rollout.top_p=0.9"], "rollout.top_k or rollout.top_p cut the one that is sampled from"),
+    ([REVERSE, "algo/correction=tis", "algo.old_logprobs=recomputed", "+algo.correction.tis.caps=2"], "tis.correct takes no such argument; there are: "),
+    ([REVERSE, "algo=opd"], "algo.teacher=None (default): is missing: algo.advantage learns from one; set algo.teacher=/path/to/a/model/folder"),
+    ([REVERSE, "algo.teacher=/no/such/model"], "algo.teacher=/no/such/model (command line): is asked by no one; use algo=opd, or leave it out"),
+    ([REVERSE, "algo=opd", "algo.teacher=/no/such/model"], "algo.teacher=/no/such/model (command line): is not a Hugging Face model folder on this disk"),
+    ([REVERSE, "algo.critic.path=/no/such/model"], "algo.critic.path=/no/such/model (command line): is not a Hugging Face model folder on this disk"),
+    ([REVERSE, "algo.kl.coef=0.1", "algo.reference=frozen", "algo.kl.estimator=k1"], "has no gradient on average; use k2 or k3, or algo.kl.place=reward"),
+    ([REVERSE, "algo.kl.target=0.1", "algo.reference=frozen"], "steers algo.kl.coef, which is 0 and would stay 0"),
+    ([REVERSE, "algo.loss.dual_clip=1.1"], "algo.loss.dual_clip=1.1 (command line): must be 0 (off) or more than 1 + clip_high = 1.2; 3 is usual"),
+    ([REVERSE, "algo=ppo", "algo/loss=gspo"], "gspo gives a rollout one ratio and would average the tokens' own advantages"),
+    ([REVERSE, "algo.epochs=0"], "algo.epochs=0 (command line): must be at least 1"),
+    ([REVERSE, "algo.overlong_share=2"], "algo.overlong_share=2.0 (command line): must be between 0 and 1"),
     ([REVERSE, "policy.lora.rank=-1"], "policy.lora.rank=-1 (command line): must be at least 0"),
     ([REVERSE, "policy.lora.rank=4", "policy.lora.alpha=0"], "policy.lora.alpha=0 (command line): must be at least 1"),
     ([REVERSE, "policy.lora.rank=4", "policy.lora.targets=[]"], "policy.lora.targets=[] (command line): names no module; all-linear means all of them"),
     ([REVERSE, "algo.reference=base"], "the policy without its adapters, and policy.lora.rank=0 means it has none; use frozen"),
     ([REVERSE, "algo.reference=frosen"], "algo.reference=frosen"),
-    ([REVERSE, "algo.kl_coef=0.1"], "algo.kl_coef=0.1 (command line): needs a model to measure the distance from; set algo.reference=frozen"),
-    ([REVERSE, "algo.kl_coef=-0.1", "algo.reference=frozen"], "algo.kl_coef=-0.1 (command line): must be a number of at least 0"),
-    ([REVERSE, "algo.kl_coef=nan", "algo.reference=frozen"], "must be a number of at least 0"),
+    ([REVERSE, "algo.kl.coef=0.1"], "algo.kl.coef=0.1 (command line): needs a model to measure the distance from; set algo.reference=frozen"),
+    ([REVERSE, "algo.kl.coef=-0.1", "algo.reference=frozen"], "algo.kl.coef=-0.1 (command line): must be a number of at least 0"),
+    ([REVERSE, "algo.kl.coef=nan", "algo.reference=frozen"], "must be a number of at least 0"),
 ]  # fmt: skip
 
 
@@ -91,7 +109,7 @@ def test_every_default_can_be_overridden_without_plus():
         value = values
         for part in key.split("."):
             value = value[part]
-        if key not in ("name", "model.path", "model.tiny.words"):
+        if key not in ("name", "model.path", "model.tiny.words", "algo.teacher", "algo.critic.path"):
             given[key] = value
     assert load([REVERSE, *(f"{key}={value}" for key, value in given.items())]) == config
 

@@ -17,6 +17,7 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
 from hybrid_rl import checkpoint
+from hybrid_rl.algo.batch import Tokens
 from hybrid_rl.algo.ppo_clip import loss as ppo_loss
 from hybrid_rl.attention import ATTENTION_NAME
 from hybrid_rl.config import LoraConfig, Offload, OptimizerConfig, PolicyConfig, Precision
@@ -26,12 +27,13 @@ from hybrid_rl.handover import HandoverError, hand_over, take_back
 from hybrid_rl.policy.model import ModelError, Policy
 from hybrid_rl.policy.optimizer import Optimizer
 from hybrid_rl.policy.sharding import local
-from hybrid_rl.policy.update import score, update
+from hybrid_rl.policy.update import score
 from hybrid_rl.ranks import Ranks
 from hybrid_rl.types import Rollout
 from tests.ranks import on_ranks
 from tests.test_run import kill_when, metrics, run, run_folder, same, start
 from tests.test_sharding import ADVANTAGES, Recorder, rollouts, sample
+from tests.updates import update
 
 CPU = torch.device("cpu")
 LORA = LoraConfig(rank=3, alpha=6)
@@ -75,7 +77,7 @@ def textbook(folder: Path, adapters: dict[str, Tensor], batch: list[Rollout]) ->
         logits = functional_call(model, weights, kwargs={"input_ids": torch.tensor([r.token_ids])}).logits[0, :-1][sampled] / TEMPERATURE
         logprobs = logits.log_softmax(-1).gather(-1, torch.tensor(r.token_ids)[1:][sampled][:, None])[:, 0]
         old = torch.tensor(r.logprobs, dtype=torch.float64)[1:][sampled]
-        total = total + ppo_loss(logprobs, old, torch.full_like(old, advantage))[0].sum()
+        total = total + ppo_loss(Tokens(logprobs, old, old, torch.full_like(old, advantage), torch.zeros(len(old), dtype=torch.int64)))[0].sum()
     (total / sum(r.sampled for r in batch)).backward()
     return {name: a.grad for name, a in adapters.items()}
 
@@ -353,7 +355,7 @@ ADAPTED = [
     "rl.eval_every=0",
     "rl.checkpoint_every=1",
     "algo.reference=frozen",
-    "algo.kl_coef=0.1",
+    "algo.kl.coef=0.1",
     "algo.minibatches=1",
 ]
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
+from hybrid_rl.algo.batch import Tokens
 from hybrid_rl.algo.kl import k3
 from hybrid_rl.algo.ppo_clip import loss as ppo_loss
 from hybrid_rl.checkpoint import CheckpointError
@@ -24,23 +25,24 @@ from hybrid_rl.config import Reference as Kind
 from hybrid_rl.policy.model import Policy
 from hybrid_rl.policy.optimizer import Optimizer
 from hybrid_rl.policy.sharding import local
-from hybrid_rl.policy.update import score, update
+from hybrid_rl.policy.update import score
 from hybrid_rl.ranks import Ranks
-from hybrid_rl.reference import Reference, make_reference
 from hybrid_rl.report.charts import health_charts
 from hybrid_rl.rl import train_rl
+from hybrid_rl.roles import Frozen, make_reference
 from hybrid_rl.session import Session
 from tests.ranks import on_ranks
 from tests.test_lora import every_rank, fill
 from tests.test_rl import session
 from tests.test_sharding import ADVANTAGES, Recorder, rollouts
+from tests.updates import update
 
 CPU = torch.device("cpu")
 LORA = LoraConfig(rank=3, alpha=6)
 HOW = (1.0, "trees", 100)
 
 
-def made(policy: Policy, model_folder: Path, folder: Path, kind: Kind, start: int = 0) -> Reference:
+def made(policy: Policy, model_folder: Path, folder: Path, kind: Kind, start: int = 0) -> Frozen:
     """What make_reference gives a session of this policy."""
     s = SimpleNamespace(
         config=Config(algo=AlgoConfig(reference=kind)), policy=policy, model_folder=model_folder, folder=folder, ranks=policy.ranks
@@ -57,7 +59,7 @@ def moved(policy: Policy, steps: int = 2) -> None:
         update(policy, optimizer, rollouts(seed=seed), ADVANTAGES, ppo_loss, *HOW)
 
 
-def scored(reference: Reference) -> Tensor:
+def scored(reference: Frozen) -> Tensor:
     with reference.awake() as model:
         return score(model, rollouts(), *HOW)
 
@@ -230,7 +232,7 @@ def test_the_gradient_of_loss_and_distance_is_the_textbooks(folder_of, tiny_fold
         )
         distant.append(theirs.detach())
         old = torch.tensor(r.logprobs, dtype=torch.float64)[1:][sampled]
-        total = total + ppo_loss(ours, old, torch.full_like(old, advantage))[0].sum()
+        total = total + ppo_loss(Tokens(ours, old, old, torch.full_like(old, advantage), torch.zeros(len(old), dtype=torch.int64)))[0].sum()
         d = distant[-1] - ours
         distance = distance + (d.exp() - d - 1).sum()
     count = len(torch.cat(distant))

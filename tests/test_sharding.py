@@ -21,10 +21,11 @@ from hybrid_rl.policy.layout import pack, share_out
 from hybrid_rl.policy.model import ModelError, Policy
 from hybrid_rl.policy.optimizer import Optimizer
 from hybrid_rl.policy.sharding import local
-from hybrid_rl.policy.update import imitate, score, update
+from hybrid_rl.policy.update import imitate, score
 from hybrid_rl.ranks import Ranks
 from hybrid_rl.types import Rollout
 from tests.ranks import on_ranks
+from tests.updates import update
 
 CPU = torch.device("cpu")
 

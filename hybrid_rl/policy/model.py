@@ -1,9 +1,10 @@
-"""A model in its role (policy, reference): a causal LM of transformers, sharded where there are several ranks."""
+"""A model in its role (policy, reference, teacher): a causal LM of transformers, sharded where there are several ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -84,7 +85,7 @@ class Policy:
     @classmethod
     def load(
         cls, folder: str | Path, device: torch.device, settings: PolicyConfig | None = None, ranks: Ranks | None = None
-    ) -> Policy:  # fmt: skip
+    ) -> Self:  # fmt: skip
         """Read a Hugging Face folder, on rank 0 alone; the others get their shards from it.
 
         Raises ModelError naming the folder and what is wrong with it, on every rank.
@@ -136,9 +137,11 @@ class Policy:
 
     # ---- training --------------------------------------------------------------------------------------------------------
 
-    def logprobs(self, row: PackedBatch, temperature: float) -> tuple[Tensor, Tensor]:
+    def logprobs(self, row: PackedBatch, temperature: float, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         """log π and entropy, [M] float32, of the row's sampled tokens, at the sampling temperature."""
-        return self._scored(row, lambda hidden, head, targets: token_logprobs(hidden, head, targets, temperature, self.chunk))
+        return self._scored(
+            row, lambda hidden, head, targets: token_logprobs(hidden, head, targets, temperature, self.chunk, entropy_gradient)
+        )
 
     def cross_entropy(self, row: PackedBatch, label_smoothing: float) -> Tensor:
         """Supervised loss, [M] float32, of the row's target tokens."""

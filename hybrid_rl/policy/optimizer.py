@@ -46,8 +46,11 @@ class Optimizer:
         self._parked: Parked | None = None
         self.config, self.total_steps, self.max_bad_steps = config, total_steps, max_bad_steps
         first, second = config.betas
+        matrices = [p for p in self.parameters if p.dim() > 1]
+        vectors = [p for p in self.parameters if p.dim() <= 1]  # norms and biases: pulling them to 0 regularizes nothing
+        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         self.adamw = torch.optim.AdamW(
-            self.parameters, lr=config.lr, betas=(first, second), eps=config.eps, weight_decay=config.weight_decay, fused=True
+            [group for group in groups if group["params"]], lr=config.lr, betas=(first, second), eps=config.eps, fused=True
         )
         self.steps = 0
         self.bad = 0

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from hybrid_rl.algo.batch import Given, Tokens
 from hybrid_rl.algo.kl import k3
 from hybrid_rl.algo.mismatch import mismatch_kl
 from hybrid_rl.policy.layout import Layout, pack, sampled_tokens
@@ -14,50 +16,59 @@ from hybrid_rl.policy.model import Policy
 from hybrid_rl.policy.optimizer import Optimizer
 from hybrid_rl.types import Rollout
 
-# (logprobs, old_logprobs, advantages), [M] each → per-token loss [M] and which tokens were clipped [M]
-Loss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+# per-token losses [M], and named numbers [M] whose means are reported
+Loss = Callable[[Tokens], tuple[Tensor, dict[str, Tensor]]]
+# (logprobs, reference_logprobs) [M] → their distance [M]
+Distance = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(slots=True)
+class Objective:
+    """The loss of a token and what is added to it: kl_coef · kl(π, reference) where there is a reference, −entropy_coef · entropy."""
+
+    loss: Loss
+    kl: Distance = k3
+    kl_coef: float = 0.0
+    entropy_coef: float = 0.0
 
 
 def update(
-    policy: Policy, optimizer: Optimizer, rollouts: Sequence[Rollout], advantages: Sequence[float], loss_fn: Loss,
-    temperature: float, layout: Layout, row_tokens: int, reference_logprobs: Tensor | None = None, kl_coef: float = 0.0,
-) -> dict[str, float]:  # fmt: skip
-    """Policy-gradient step; `advantages` has one number a rollout, given to each of its sampled tokens.
+    policy: Policy, optimizer: Optimizer, rollouts: Sequence[Rollout], given: Given, objective: Objective,
+    temperature: float, layout: Layout, row_tokens: int,
+) -> tuple[dict[str, float], Tensor]:  # fmt: skip
+    """One optimizer step on the rollouts; returns its statistics, means over their N sampled tokens, and log π_θ − log π_old [N] before it.
 
-    The loss is the token mean: summed over every sampled token of the batch, divided by their number N in the whole
-    batch. So the gradient does not depend on how rollouts are split into rows, or over ranks. The old log-probabilities are
-    the engine's, as recorded at sampling. `reference_logprobs` [N], as `score` gives them, add kl_coef · k3 to each token's loss.
-    Collective: every rank is given the whole batch, and all return the same numbers.
+    `given` weights every token's loss for the whole batch, so the gradient does not depend on how rollouts are split into
+    rows, or over ranks. Collective: every rank is given the whole batch, and all return the same numbers.
     """
-    tokens = sampled_tokens(rollouts, policy.device)
-    count = max(1, len(tokens))
-    advantage = torch.tensor(advantages, dtype=torch.float32, device=policy.device)[tokens.rollout_index]
-    sums = torch.zeros(5, device=policy.device)
+    log_ratios = torch.zeros(len(given.rollout), device=policy.device)
+    sums: dict[str, Tensor] = {}
     for row in pack(rollouts, layout, row_tokens, policy.ranks):
         row = row.to(policy.device)
-        behaviour = tokens.behaviour_logprobs[row.token_index]
-        logprobs, entropy = policy.logprobs(row, temperature)
-        losses, clipped = loss_fn(logprobs, behaviour, advantage[row.token_index])
-        distance = torch.zeros_like(losses)
-        if reference_logprobs is not None:
-            distance = k3(logprobs, reference_logprobs[row.token_index])
-            if kl_coef:
-                losses = losses + kl_coef * distance
-        (losses.sum() * (optimizer.scale / count)).backward()
-        mismatch = mismatch_kl(logprobs.detach(), behaviour)
-        sums += torch.stack([x.detach().sum().float() for x in (losses, entropy, mismatch, clipped, distance)])
-    loss, entropy_mean, mismatch_mean, clip_fraction, kl = (policy.ranks.sum(sums) / count).tolist()
+        at = row.token_index
+        logprobs, entropy = policy.logprobs(row, temperature, entropy_gradient=objective.entropy_coef != 0)
+        tokens = given.at(at, logprobs)
+        losses, statistics = objective.loss(tokens)
+        losses = given.corrections[at] * losses
+        if given.reference_logprobs is not None:
+            reference = given.reference_logprobs[at]
+            if objective.kl_coef:
+                losses = losses + objective.kl_coef * objective.kl(logprobs, reference)
+            statistics = statistics | {"reference_kl": k3(logprobs.detach(), reference)}
+        if objective.entropy_coef:
+            losses = losses - objective.entropy_coef * entropy
+        losses = given.weights[at] * losses
+        (losses.sum() * (optimizer.scale / given.divisor)).backward()
+        log_ratios[at] = logprobs.detach() - tokens.old_logprobs
+        mismatch = mismatch_kl(logprobs.detach(), tokens.behaviour_logprobs)
+        for name, column in ({"loss": losses, "entropy": entropy, "mismatch_kl": mismatch} | statistics).items():
+            sums[name] = sums.get(name, 0) + column.detach().sum().float()
+    totals = policy.ranks.sum(torch.stack(list(sums.values())))
+    means = dict(zip(sums, (totals / max(1, len(given.rollout))).tolist(), strict=True))
+    means["loss"] *= max(1, len(given.rollout)) / given.divisor
     result = optimizer.step()
-    return {
-        "loss": loss,
-        "entropy": entropy_mean,
-        "mismatch_kl": mismatch_mean,
-        "clip_fraction": clip_fraction,
-        **({} if reference_logprobs is None else {"reference_kl": kl}),
-        "grad_norm": result.grad_norm,
-        "lr": result.lr,
-        "skipped": float(result.skipped),
-    }
+    numbers = {**means, "grad_norm": result.grad_norm, "lr": result.lr, "skipped": float(result.skipped)}
+    return numbers, policy.ranks.sum(log_ratios)
 
 
 @torch.no_grad()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from transformers import PreTrainedTokenizerBase
 
-from hybrid_rl.config import RolloutConfig
+from hybrid_rl.algo.overlong import penalty
+from hybrid_rl.config import AlgoConfig, RolloutConfig
 from hybrid_rl.data.sampler import Sampler
 from hybrid_rl.engine.base import Engine, Sampling
 from hybrid_rl.ranks import Ranks
@@ -26,6 +27,7 @@ class Batch:
     silent_groups: int = 0
     reward_errors: int = 0
     replacement_rounds: int = 0
+    greedy: dict[int, float] = field(default_factory=dict)  # by group id, what the most likely completion was paid; where it was asked for
 
     @property
     def rollouts(self) -> list[Rollout]:
@@ -37,7 +39,7 @@ class Batch:
 
 
 class Collector:
-    """Draws tasks, samples a group for each and drops groups whose rewards are all equal or could not be had.
+    """Draws tasks, samples a group for each and drops groups without a signal (algo.silent_by) or with a reward that could not be had.
 
     Replacements are asked for in rounds, after all of a round's rewards are in: which tasks a step uses, and what shares
     the engine's batch, then depends on no clock, and a run can be repeated bit for bit. Every rank draws and decides alike.
@@ -45,9 +47,9 @@ class Collector:
 
     def __init__(
         self, engine: Engine, tasks: Sequence[Task], tokenizer: PreTrainedTokenizerBase, scorer: Scorer, config: RolloutConfig, seed: int,
-        ranks: Ranks | None = None,
+        ranks: Ranks | None = None, algo: AlgoConfig | None = None, greedy: bool = False,
     ):  # fmt: skip
-        self.ranks = ranks or Ranks()
+        self.ranks, self.algo, self.greedy = ranks or Ranks(), algo or AlgoConfig(), greedy
         self.engine, self.tasks, self.tokenizer, self.scorer, self.config, self.seed = engine, tasks, tokenizer, scorer, config, seed
         self.sampler = Sampler(len(tasks), seed)
         self.next_group = 0
@@ -64,16 +66,42 @@ class Collector:
                 break
             batch.replacement_rounds = round
             groups = [self._new_group(self.tasks[i]) for i in self.sampler.draw(wanted - len(batch.groups))]
-            batch.reward_errors += sample_groups(self.engine, groups, self.sampling, self.tokenizer, self.scorer, self.ranks, on_completion)
+            batch.reward_errors += self._sample(groups, self.sampling, on_completion)
+            if self.greedy:
+                batch.greedy |= self._greedy(groups)
+                batch.reward_errors += sum(group.id not in batch.greedy for group in groups)
             for group in groups:
-                kept = not group.failed and not group.silent
-                batch.silent_groups += not group.failed and not kept
+                failed = group.failed or (self.greedy and group.id not in batch.greedy)
+                kept = not failed and not self._silent(group)
+                batch.silent_groups += not failed and not kept
                 (batch.groups if kept else batch.dropped).append(group)
         batch.missing_groups = wanted - len(batch.groups)
         rollouts = [rollout for group in batch.all_groups for rollout in group.rollouts]
         if all(rollout.error for rollout in rollouts):
             raise RewardError(f"all {len(rollouts)} rewards of a step failed; the last: {rollouts[-1].error}")
         return batch
+
+    def _sample(self, groups: Sequence[Group], sampling: Sampling, on_completion: Callable[[int], None] = lambda count: None) -> int:
+        errors = sample_groups(self.engine, groups, sampling, self.tokenizer, self.scorer, self.ranks, on_completion)
+        if buffer := round(self.algo.overlong_share * sampling.max_tokens):
+            for rollout in (r for group in groups for r in group.rollouts if r.reward is not None):
+                cost = penalty(rollout.sampled, sampling.max_tokens, buffer)
+                rollout.shape("overlong", self.algo.overlong_penalty * cost)
+        return errors
+
+    def _greedy(self, groups: Sequence[Group]) -> dict[int, float]:
+        """Of each group's task, what the most likely completion is paid; a group whose reward failed is left out."""
+        size = self.config.max_prompt_tokens
+        likely = [make_group(g.id, g.task, 1, self.tokenizer, size, self.seed, "greedy", g.id) for g in groups]
+        self._sample(likely, replace(self.sampling, temperature=0.0))
+        return {group.id: group.rewards[0] for group in likely if not group.failed}
+
+    def _silent(self, group: Group) -> bool:
+        try:
+            return group.silent(self.algo.silent_by)
+        except KeyError:
+            parts = ", ".join(sorted({name for r in group.rollouts for name in r.reward_parts}))
+            raise RewardError(f"algo.silent_by={self.algo.silent_by}: the reward has no such part; it has {parts}") from None
 
     def state(self) -> dict[str, object]:
         return {"sampler": self.sampler.state(), "next_group": self.next_group}

@@ -1,0 +1,125 @@
+"""What an algorithm's parts are computed from: the numbers of one batch, in rollout order, and no text, model or layout.
+
+A part is a plain function in a file of its own, chosen by `_target_`; its other arguments are configuration:
+
+    advantages(batch: Scored, …) → [R], one for each rollout, or [N], one for each sampled token
+    loss(tokens: Tokens, …)      → [M] losses, and named [M] numbers whose means are reported
+    correct(batch: Scored, …)    → weights [N] and which tokens are kept [N]
+    aggregate(kept, rollout, max_tokens, …) → weight [N] of each token's loss, and the number that their sum is divided by
+
+An advantage that wants more than rewards says so beside it: `NEEDS = ("values",)`, names of Scored's optional fields; and "group" where
+a rollout is compared with others of its task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class Scored:
+    """A batch whose rewards are in: R rollouts, neighbours in groups, with N sampled tokens. Floats are float32, none has a gradient.
+
+    outcomes [R]: what each rollout was paid; penalties [N] come on top, token by token (a KL in the reward).
+    lengths [R] int64: sampled tokens of each. kept [R] bool: false where no loss will see the rollout (truncated, where those are masked).
+    behaviour_logprobs [N]: the engine's. old_logprobs [N]: what the loss takes its ratio to.
+    """
+
+    outcomes: Tensor
+    group_sizes: Sequence[int]
+    lengths: Tensor
+    kept: Tensor
+    behaviour_logprobs: Tensor
+    old_logprobs: Tensor
+    penalties: Tensor | None = None
+    values: Tensor | None = None  # [N] the critic's, of the state that each token was sampled in
+    greedy: Tensor | None = None  # [R] what the task's greedy completion was paid
+    teacher_logprobs: Tensor | None = None  # [N]
+
+    def __post_init__(self) -> None:
+        if len(self.lengths) and int(self.lengths.min()) < 1:
+            raise ValueError("a rollout without a sampled token has nothing to be trained on")
+
+    @property
+    def rewards(self) -> Tensor:
+        """[R] all that each rollout was paid."""
+        return self.outcomes if self.penalties is None else self.outcomes + self.sum_of_rollout(self.penalties)
+
+    @property
+    def token_rewards(self) -> Tensor:
+        """[N] penalties where they fall, the outcome at a rollout's last token."""
+        rewards = torch.zeros_like(self.behaviour_logprobs) if self.penalties is None else self.penalties.clone()
+        ends = self.lengths.cumsum(0) - 1
+        rewards[ends] += self.outcomes
+        return rewards
+
+    @property
+    def rollout(self) -> Tensor:
+        """[N] int64: the rollout that each token is of."""
+        return torch.arange(len(self.lengths), device=self.lengths.device).repeat_interleave(self.lengths)
+
+    def per_group(self, function: Callable[..., Tensor], *columns: Tensor) -> Tensor:
+        """`function(rewards [G], *columns [G]) → [G]` of every group, in order: [R]."""
+        parts = zip(*(column.split(list(self.group_sizes)) for column in (self.rewards, *columns)), strict=True)
+        return torch.cat([function(*part) for part in parts])
+
+    def per_rollout(self, column: Tensor) -> tuple[Tensor, ...]:
+        """Views of a column [N], one for each rollout."""
+        return column.split(self.lengths.tolist())
+
+    def to_tokens(self, column: Tensor) -> Tensor:
+        """[R] → [N]: each rollout's number at each of its tokens."""
+        return column.repeat_interleave(self.lengths)
+
+    def sum_of_rollout(self, column: Tensor) -> Tensor:
+        """[N] → [R]."""
+        return torch.zeros_like(self.outcomes).index_add_(0, self.rollout, column.to(self.outcomes.dtype))
+
+    def mean_of_rollout(self, column: Tensor) -> Tensor:
+        """[N] → [R]."""
+        return self.sum_of_rollout(column) / self.lengths
+
+
+@dataclass(slots=True)
+class Tokens:
+    """M sampled tokens of whole rollouts, as a loss sees them: [M] float32 each, a gradient through `logprobs` alone.
+
+    rollout [M] int64: tokens with one number are one rollout's.
+    """
+
+    logprobs: Tensor
+    old_logprobs: Tensor
+    behaviour_logprobs: Tensor
+    advantages: Tensor
+    rollout: Tensor
+
+    def mean_of_rollout(self, column: Tensor) -> Tensor:
+        """[M] → [M]: at each token the mean over its rollout's tokens."""
+        members, inverse, counts = self.rollout.unique(return_inverse=True, return_counts=True)
+        sums = torch.zeros(len(members), dtype=column.dtype, device=column.device).index_add(0, inverse, column)
+        return (sums / counts)[inverse]
+
+
+@dataclass(slots=True)
+class Given:
+    """What an update is given of its N sampled tokens, in rollout order; [N] float32 each, none has a gradient.
+
+    The loss is the sum over tokens of weights · (corrections · loss + KL + entropy terms), divided by `divisor`.
+    """
+
+    advantages: Tensor
+    old_logprobs: Tensor
+    behaviour_logprobs: Tensor
+    rollout: Tensor  # [N] int64
+    corrections: Tensor
+    weights: Tensor
+    divisor: float
+    reference_logprobs: Tensor | None = None
+
+    def at(self, index: Tensor, logprobs: Tensor) -> Tokens:
+        """The tokens at `index` [M] with their current log-probabilities."""
+        return Tokens(logprobs, self.old_logprobs[index], self.behaviour_logprobs[index], self.advantages[index], self.rollout[index])

@@ -1,0 +1,46 @@
+import torch
+from torch import Tensor
+
+from hybrid_rl.algo.batch import Scored
+from hybrid_rl.algo.reinforce_pp import whiten as whitened
+
+NEEDS = ("values",)
+
+
+def advantages(batch: Scored, gamma: float = 1.0, lam: float = 0.95, whiten: bool = True) -> tuple[Tensor, Tensor]:
+    """Â_t = δ_t + γλ·Â_{t+1}, δ_t = r_t + γ·V_{t+1} − V_t, and the critic's targets Â_t + V_t, [N] both (GAE, arXiv 1506.02438, eq. 16).
+
+    V and Â after a rollout's last token are 0. `whiten`: the advantages, over the batch's kept tokens, not the targets.
+    r = [0, 0, 1], V = 0.5 throughout, λ = 0.5: Â = [0.125, 0.25, 0.5] before whitening, targets [0.625, 0.75, 1].
+    """
+    values = batch.values
+    assert values is not None, "gae needs values"
+    delta = batch.token_rewards + gamma * following(batch, values) - values
+    advantage = discounted(batch, delta, torch.full_like(delta, gamma * lam))
+    return whitened(batch, advantage) if whiten else advantage, advantage + values
+
+
+def following(batch: Scored, column: Tensor) -> Tensor:
+    """[N] → [N]: the number at the rollout's next token, 0 at its last."""
+    after = column.roll(-1)
+    after[_last(batch)] = 0
+    return after
+
+
+def discounted(batch: Scored, addend: Tensor, decay: Tensor) -> Tensor:
+    """x_t = addend_t + decay_t · x_{t+1} inside each rollout, [N], nothing past its last token.
+
+    By doubling: after each round x holds the terms of twice as many tokens, so that 32,768 tokens take 15 rounds and no loop over them.
+    """
+    decay = decay.clone()
+    decay[_last(batch)] = 0  # so that nothing crosses into the next rollout, nor from the last to the first
+    reach, longest = 1, int(batch.lengths.max())
+    while reach < longest:
+        addend, decay = addend + decay * addend.roll(-reach), decay * decay.roll(-reach)
+        reach *= 2
+    return addend
+
+
+def _last(batch: Scored) -> Tensor:
+    """[R]: where each rollout's last token is."""
+    return batch.lengths.cumsum(0) - 1

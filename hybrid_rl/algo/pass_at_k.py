@@ -1,0 +1,35 @@
+from math import comb
+
+import torch
+from torch import Tensor
+
+from hybrid_rl.algo.batch import Scored
+from hybrid_rl.algo.grpo import relative
+
+NEEDS = ("group",)
+
+
+def advantages(batch: Scored, k: int = 4) -> Tensor:
+    """What a rollout adds to the best of k → [R]: the mean of max_S r − max_{S∖i} r over all S ∋ i of k rollouts of its group.
+
+    PKPO's leave-one-out of k − 1 (arXiv 2505.15201, eq. 33) times G/k; with k = G, r_best − r_second for the best and 0 for the others.
+    Never negative. r = [3, 1, 0, 0], k = 2 gives [8/3, 2/3, 0, 0]; [1, 0, 0, 0] gives [1, 0, 0, 0] for every k. A tie of the best, k = G: 0.
+    """
+    if k < 2:
+        raise ValueError(f"algo.advantage.k is {k}, but the best of fewer than 2 rollouts compares nothing")
+    if min(batch.group_sizes) < k:
+        raise ValueError(
+            f"algo.advantage.k is {k}, but a group has {min(batch.group_sizes)} rollouts: rollout.group_size must be at least k"
+        )
+    return relative(batch, lambda r: _added(r, k))
+
+
+def _added(rewards: Tensor, k: int) -> Tensor:
+    # Ascending, rollout i gains the gap between the m-th and the next reward below it wherever its k − 1 companions are all of the
+    # m lowest: with chance C(m, k−1) / C(G−1, k−1). Gaps instead of rewards: ties give 0 exactly, and nothing cancels.
+    ascending, order = rewards.sort()
+    size = len(rewards)
+    chances = [comb(m, k - 1) / comb(size - 1, k - 1) for m in range(1, size)]
+    added = torch.zeros_like(rewards)
+    added[order[1:]] = (ascending.diff() * torch.tensor(chances, dtype=rewards.dtype, device=rewards.device)).cumsum(0)
+    return added

@@ -1,0 +1,31 @@
+import torch
+from torch import Tensor
+
+from hybrid_rl.algo import mean_only
+from hybrid_rl.algo.batch import Scored
+from hybrid_rl.algo.grpo import is_constant
+
+NEEDS = ("group",)
+
+
+def advantages(batch: Scored, baseline: bool = True) -> Tensor:
+    """Whitened over the batch's kept tokens → [N] (REINFORCE++, arXiv 2501.03262): r − μ of the group, or with `baseline` false the return.
+
+    A token's return is its own and all later token rewards of its rollout (γ = 1). r = [1, 0, 0, 0], one token each, gives
+    [1.5, −0.5, −0.5, −0.5] both ways. A group of equal rewards, or a single rollout, enters as 0, and leaves as the batch's mean has it.
+    """
+    if baseline:
+        return whiten(batch, batch.to_tokens(mean_only.advantages(batch)))
+    return whiten(batch, torch.cat([rewards.flip(0).cumsum(0).flip(0) for rewards in batch.per_rollout(batch.token_rewards)]))
+
+
+def whiten(batch: Scored, column: Tensor, eps: float = 1e-8) -> Tensor:
+    """(x − mean) / √(var + eps), [N] → [N], mean and variance (ddof 1) of the kept tokens; 0 at all others.
+
+    Fewer than two kept tokens, or tokens that are all equal, give 0.
+    """
+    kept = batch.to_tokens(batch.kept)
+    values, whitened = column[kept], torch.zeros_like(column)
+    if len(values) > 1 and not is_constant(values):
+        whitened[kept] = (values - values.mean()) * (values.var(correction=1) + eps).rsqrt()
+    return whitened

@@ -1,0 +1,226 @@
+"""From a step's scored rollouts to optimizer steps: what each part of `algo` is given, and in which order.
+
+every model's log-probabilities → advantages → corrections → epochs × minibatches of loss, aggregation, gradient, AdamW
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from hydra.utils import get_object, instantiate
+from torch import Tensor
+
+from hybrid_rl.algo import kl
+from hybrid_rl.algo.batch import Given, Scored
+from hybrid_rl.algo.mismatch import mismatch_kl
+from hybrid_rl.algo.ratio import quantiles
+from hybrid_rl.config import KlPlace, OldLogprobs
+from hybrid_rl.policy.layout import sampled_tokens
+from hybrid_rl.policy.update import Objective, score, update
+from hybrid_rl.roles import Frozen, make_critic, make_reference, make_teacher
+from hybrid_rl.rollout.collector import Batch
+from hybrid_rl.session import Session, make_optimizer
+from hybrid_rl.types import Rollout
+
+REPORTED = ("loss", "entropy", "mismatch_kl", "clip_fraction", "grad_norm", "lr", "skipped")  # of every step, whatever happened in it
+ESTIMATORS = {"k1": kl.k1, "k2": kl.k2, "k3": kl.k3}
+Advantages = dict[tuple[int, int], float]  # of (group id, index): the mean over the rollout's tokens
+
+
+def needs(part: Any) -> set[str]:
+    """What an advantage and those nested in its arguments declare beside themselves: names of Scored's optional fields."""
+    if not isinstance(part, dict):
+        return set()
+    own: set[str] = set()
+    if "_target_" in part:
+        own = set(getattr(get_object(part["_target_"].rpartition(".")[0]), "NEEDS", ()))
+    return own.union(*(needs(value) for value in part.values()))
+
+
+@dataclass(slots=True)
+class Minibatch:
+    """Whole groups, and where their tokens lie among the batch's."""
+
+    rollouts: list[Rollout]
+    first: int  # number of its first rollout in the batch
+
+
+class Learner:
+    """The parts and models that algo names, and the optimizer. All of it is collective: every rank is given the whole batch."""
+
+    def __init__(self, s: Session, start: int):
+        algo, self.s = s.config.algo, s
+        self.advantages = instantiate(algo.advantage, _partial_=True)
+        self.aggregate = instantiate(algo.aggregation, _partial_=True)
+        self.corrections = {name: instantiate(part, _partial_=True) for name, part in algo.correction.items()}
+        self.loss, self.kl, self.kl_coef = instantiate(algo.loss, _partial_=True), ESTIMATORS[algo.kl.estimator.value], algo.kl.coef
+        wanted = needs(algo.advantage)
+        self.greedy = "greedy" in wanted
+        a_step, warmup = algo.epochs * algo.minibatches, algo.critic.warmup_steps if "values" in wanted else 0
+        self.optimizer = make_optimizer(s.policy, s.config.rl.optimizer, max(0, s.config.rl.steps - warmup) * a_step)
+        self.reference = make_reference(s, start)
+        self.teacher = make_teacher(s) if "teacher_logprobs" in wanted else None
+        self.critic = make_critic(s, s.config.rl.steps * a_step) if "values" in wanted else None
+
+    def park(self) -> None:
+        """What only the updates need makes room for the engine; the policy's own optimizer is the handover's to park. All comes back by itself."""
+        if self.critic:
+            self.critic.park()
+
+    def state(self) -> dict[str, float]:
+        """What a resumed run needs besides weights and moments."""
+        return {"kl_coef": self.kl_coef}
+
+    def restore(self, state: dict[str, float]) -> None:
+        self.kl_coef = state["kl_coef"]
+
+    def learn(self, batch: Batch, step: int) -> tuple[dict[str, float], Advantages]:
+        """All updates of RL step number `step`. Where every group was silent there is no gradient to be had, and nothing happens.
+
+        Statistics are means over the updates. Only the mismatch is from before the first: after it the difference is learning.
+        """
+        algo = self.s.config.algo
+        numbers = dict.fromkeys((*REPORTED, *(["reference_kl"] if self.reference else [])), 0.0)
+        if not batch.groups:
+            return numbers, {}
+        minibatches = _split(batch, algo.minibatches)
+        scored, reference = self._score(batch, minibatches)
+        advantages, targets = _pair(self.advantages(scored))
+        if advantages.shape == scored.outcomes.shape and advantages.shape != scored.rollout.shape:
+            advantages = scored.to_tokens(advantages)
+        corrections, kept, dropped = self._correct(scored)
+        numbers |= dropped | {"advantage_std": float(advantages[kept].std()) if kept.sum() > 1 else 0.0}
+        if scored.values is not None and targets is not None:
+            numbers["explained_variance"] = _explained(scored.values[kept], targets[kept])
+        objective = Objective(self.loss, self.kl, self.kl_coef if algo.kl.place == KlPlace.loss else 0.0, algo.entropy_coef)
+        given = Given(advantages, scored.old_logprobs, scored.behaviour_logprobs, scored.rollout, corrections, kept.float(), 1.0, reference)
+        results, log_ratios = [], []
+        for _ in range(algo.epochs):
+            for minibatch in minibatches:
+                rollouts, own, chosen = self._select(minibatch, given, kept)
+                if not rollouts:
+                    continue
+                result: dict[str, float] = {}
+                if self.critic:
+                    assert scored.values is not None
+                    assert targets is not None
+                    result |= self.critic.update(rollouts, scored.values[chosen], targets[chosen], own, *self._rows)
+                if not self.critic or step > algo.critic.warmup_steps:
+                    updated, ratios = update(self.s.policy, self.optimizer, rollouts, own, objective, self._temperature, *self._rows)
+                    result |= updated | {"skipped": updated["skipped"] + result.get("skipped", 0.0)}
+                    log_ratios.append(ratios)
+                results.append(result)
+        numbers |= _means(results)
+        numbers |= {f"ratio_{name}": value for name, value in quantiles(torch.cat(log_ratios)).items()} if log_ratios else {}
+        if algo.old_logprobs == OldLogprobs.recomputed:
+            numbers["mismatch_kl"] = float(mismatch_kl(scored.old_logprobs, scored.behaviour_logprobs).mean())
+        if algo.kl.target:
+            numbers["kl_coef"] = self.kl_coef
+        if algo.kl.target and log_ratios:
+            self.kl_coef = kl.adapted(self.kl_coef, numbers["reference_kl"], algo.kl.target, algo.kl.horizon)
+        means = scored.mean_of_rollout(advantages).tolist()
+        return numbers, {(r.group_id, r.index): a for r, a in zip(batch.rollouts, means, strict=True)}
+
+    @property
+    def _rows(self) -> tuple[Any, int]:
+        return self.s.layout, self.s.config.policy.row_tokens
+
+    @property
+    def _temperature(self) -> float:
+        return self.s.config.rollout.temperature
+
+    def _score(self, batch: Batch, minibatches: Sequence[Minibatch]) -> tuple[Scored, Tensor | None]:
+        """The batch's numbers from every model that has a say, before any of them moves; and the reference's log-probabilities."""
+        algo, rollouts, device = self.s.config.algo, batch.rollouts, self.s.policy.device
+
+        def of(role: Frozen | None) -> Tensor:
+            """By minibatch, in the very rows of the update: equal weights then give equal numbers, to the bit."""
+            with role.awake() if role else nullcontext(self.s.policy) as model:
+                return torch.cat([score(model, part.rollouts, self._temperature, *self._rows) for part in minibatches])
+
+        behaviour = sampled_tokens(rollouts, device).behaviour_logprobs
+        cut = [algo.mask_truncated and r.finish_reason == "length" for r in rollouts]
+        scored = Scored(
+            outcomes=torch.tensor([r.reward for r in rollouts], dtype=torch.float32, device=device),
+            group_sizes=[len(group.rollouts) for group in batch.groups],
+            lengths=torch.tensor([r.sampled for r in rollouts], device=device),
+            kept=~torch.tensor(cut, device=device),
+            behaviour_logprobs=behaviour,
+            old_logprobs=of(None) if algo.old_logprobs == OldLogprobs.recomputed else behaviour,
+        )
+        reference = of(self.reference) if self.reference else None
+        if self.teacher:
+            scored.teacher_logprobs = of(self.teacher)
+        if self.greedy:
+            scored.greedy = torch.tensor([batch.greedy[r.group_id] for r in rollouts], device=device)
+        if self.critic:
+            scored.values = torch.cat([self.critic.values(part.rollouts, *self._rows) for part in minibatches])
+        if reference is not None and algo.kl.place == KlPlace.reward:
+            scored.penalties = -self.kl_coef * self.kl(scored.old_logprobs, reference)
+        return scored, reference
+
+    def _correct(self, scored: Scored) -> tuple[Tensor, Tensor, dict[str, float]]:
+        """Every correction together: weights multiply [N], and a token is kept [N] where all keep it; with what was dropped."""
+        weights, kept = torch.ones_like(scored.old_logprobs), scored.to_tokens(scored.kept)
+        numbers: dict[str, float] = {}
+        for correct in self.corrections.values():
+            own, keeps = correct(scored)
+            weights, kept = weights * own, kept & keeps
+        if self.corrections:
+            dropped = (~kept | (weights == 0)) & scored.to_tokens(scored.kept)
+            numbers = {f"correction_{name}": value for name, value in quantiles(scored.old_logprobs - scored.behaviour_logprobs).items()}
+            numbers["dropped"] = float(dropped.float().mean())
+        return weights, kept, numbers
+
+    def _select(self, minibatch: Minibatch, given: Given, kept: Tensor) -> tuple[list[Rollout], Given, Tensor]:
+        """The minibatch's rollouts of which the loss sees something, what is given of their tokens, and which those are [N] bool."""
+        last = minibatch.first + len(minibatch.rollouts)
+        alive = set(given.rollout[kept].tolist())
+        numbers = [i for i in range(minibatch.first, last) if i in alive]
+        chosen = torch.isin(given.rollout, torch.tensor(numbers, dtype=torch.int64, device=kept.device))
+        weights, divisor = self.aggregate(kept[chosen], given.rollout[chosen], self.s.config.rollout.max_tokens)
+        columns = {name: column[chosen] for name, column in _columns(given)}
+        given = replace(given, **columns, weights=weights, divisor=divisor)
+        return [minibatch.rollouts[i - minibatch.first] for i in numbers], given, chosen
+
+
+def _split(batch: Batch, minibatches: int) -> list[Minibatch]:
+    """Whole groups, in order, into parts of one size; the last may be smaller where groups are missing."""
+    size, parts, first = max(1, -(-len(batch.groups) // minibatches)), [], 0
+    for i in range(0, len(batch.groups), size):
+        rollouts = [r for group in batch.groups[i : i + size] for r in group.rollouts]
+        parts.append(Minibatch(rollouts, first))
+        first += len(rollouts)
+    return parts
+
+
+def _pair(result: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
+    return result if isinstance(result, tuple) else (result, None)
+
+
+def _columns(given: Given) -> Iterator[tuple[str, Tensor]]:
+    names = ("advantages", "old_logprobs", "behaviour_logprobs", "rollout", "corrections", "reference_logprobs")
+    return ((name, column) for name in names if (column := getattr(given, name)) is not None)
+
+
+def _means(results: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Over the updates that have the number; the mismatch of the first, skipped steps counted."""
+    names = dict.fromkeys(name for result in results for name in result)
+    means = {name: statistics.fmean(r[name] for r in results if name in r) for name in names}
+    if "mismatch_kl" in means:
+        means["mismatch_kl"] = next(r["mismatch_kl"] for r in results if "mismatch_kl" in r)
+        means["clip_fraction"] = sum(means.get(name, 0.0) for name in ("clip_low", "clip_high"))
+    if "skipped" in means:
+        means["skipped"] = sum(r.get("skipped", 0.0) for r in results)
+    return means
+
+
+def _explained(values: Tensor, targets: Tensor) -> float:
+    """The share of the targets' variance that the values account for: 1 − Var(R − V) / Var(R); 0 where nothing varies."""
+    spread = float(targets.var()) if len(targets) > 1 else 0.0
+    return 1 - float((targets - values).var()) / spread if spread > 0 else 0.0

@@ -1,0 +1,310 @@
+"""From scored rollouts to gradients: every part of an algorithm in its place, against sums written out by hand in float64."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybrid_rl import checkpoint
+from hybrid_rl.config import AlgoConfig, KlConfig, KlEstimator, KlPlace, OldLogprobs, Reference
+from hybrid_rl.learner import Learner, needs
+from hybrid_rl.policy.layout import pack
+from hybrid_rl.policy.model import ModelError, Policy
+from hybrid_rl.policy.update import score
+from hybrid_rl.rl import train_rl
+from hybrid_rl.rollout.collector import Batch
+from hybrid_rl.rollout.reward import RewardError
+from hybrid_rl.session import Session
+from hybrid_rl.types import Group, Task
+from tests.test_rl import session
+from tests.test_update import Recorder, rollouts
+
+REWARDS = [1.0, 0.0, 0.25, 0.5, 0.75, 0.0]
+PART = "hybrid_rl.algo"
+
+
+def part(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"_target_": f"{PART}.{name}", **arguments}
+
+
+def batch(seed: int = 0, near: Policy | None = None) -> Batch:
+    """Two groups of three; recorded log-probabilities far from the policy's, or near them."""
+    made = rollouts(seed)
+    if near is not None:
+        own = score(near, made, 1.0, "trees", 2048)
+        noise = 0.1 * torch.randn(len(own), generator=torch.Generator().manual_seed(seed))
+        recorded = iter((own + noise).clamp(max=0).tolist())
+        for r in made:
+            r.logprobs = [next(recorded) if m else 0.0 for m in r.loss_mask]
+    for r, reward in zip(made, REWARDS, strict=True):
+        r.finish("stop", "")
+        r.score(reward, {"reward": reward})
+    groups = [Group(g, Task(f"t{g}", ({"role": "user", "content": "?"},), ""), made[3 * g : 3 * g + 3]) for g in (0, 1)]
+    return Batch(groups=groups)
+
+
+@pytest.fixture
+def learning(policy: Policy, tmp_path: Path):
+    """make(algo) → a session with that algorithm; its scorer is closed at the end."""
+    made: list[Session] = []
+
+    def make(**algo: Any) -> Session:
+        made.append(session(policy, tmp_path, "constant"))
+        made[-1].model_folder = Path(policy.model.config._name_or_path)
+        made[-1].config.algo = AlgoConfig(**{"advantage": part("mean_only.advantages"), "loss": part("reinforce.loss"), **algo})
+        return made[-1]
+
+    yield make
+    for s in made:
+        s.scorer.close()
+
+
+def gradient(s: Session, b: Batch, step: int = 1) -> tuple[dict[str, Tensor], dict[str, float], dict[tuple[int, int], float]]:
+    learner = Learner(s, 0)
+    learner.optimizer = recorder = Recorder(s.policy.model)  # type: ignore[assignment]
+    numbers, advantages = learner.learn(b, step)
+    return recorder.gradient, numbers, advantages
+
+
+def by_hand(policy: Policy, b: Batch, weights: dict[tuple[int, int], list[float]]) -> dict[str, Tensor]:
+    """Σ weight · ∇ log π over the tokens of each rollout named (group, index), from log-probabilities with a gradient."""
+    total = torch.zeros(())
+    for (group, index), of_tokens in weights.items():
+        rollout = b.groups[group].rollouts[index]
+        (row,) = pack([rollout], "padded", 2048)
+        logprobs, _ = policy.logprobs(row, 1.0)
+        total = total + (logprobs * torch.tensor(of_tokens)).sum()
+    total.backward()
+    found = {name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None}
+    policy.model.zero_grad()
+    return found
+
+
+def assert_same(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert any(g.abs().max() > 1e-4 for g in theirs.values())
+    for name, expected in theirs.items():
+        torch.testing.assert_close(mine[name], expected, rtol=2e-4, atol=2e-6, msg=name)
+
+
+def lengths(b: Batch) -> list[int]:
+    return [r.sampled for r in b.rollouts]
+
+
+def centred() -> list[float]:
+    return [r - sum(REWARDS[g : g + 3]) / 3 for g in (0, 3) for r in REWARDS[g : g + 3]]
+
+
+AGGREGATIONS = {
+    "token_mean": lambda n, kept: 1 / sum(kept.values()),
+    "seq_mean": lambda n, kept: 1 / (n * len(kept)),
+    "fixed": lambda n, kept: 1 / (len(kept) * 6),  # the test session's rollout.max_tokens
+}
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("cut", [(), (1,), (0, 4)])
+def test_truncated_rollouts_leave_no_trace_but_in_their_groups_mean(learning, policy, aggregation, cut):
+    """Advantages are of whole groups; the loss and its denominator see the rest alone."""
+    b = batch()
+    for i in cut:
+        b.rollouts[i].finish_reason = "length"
+    kept = {i: n for i, n in enumerate(lengths(b)) if i not in cut}
+    weight = {i: -centred()[i] * AGGREGATIONS[aggregation](n, kept) for i, n in kept.items()}
+    expected = by_hand(policy, b, {(i // 3, i % 3): [weight[i]] * n for i, n in kept.items()})
+    mine, _, advantages = gradient(learning(aggregation=part(f"aggregation.{aggregation}"), mask_truncated=True), b)
+    assert_same(mine, expected)
+    assert [advantages[i // 3, i % 3] for i in range(6)] == pytest.approx(centred(), abs=1e-6)
+
+
+def test_when_every_rollout_is_masked_nothing_moves(learning, policy):
+    b = batch()
+    for r in b.rollouts:
+        r.finish_reason = "length"
+    before = [p.detach().clone() for p in policy.model.parameters()]
+    learner = Learner(learning(mask_truncated=True), 0)
+    numbers, _ = learner.learn(b, 1)
+    assert all(torch.equal(a, p) for a, p in zip(before, policy.model.parameters(), strict=True))
+    assert learner.optimizer.steps == 0
+    assert numbers["loss"] == numbers["grad_norm"] == 0
+
+
+def test_corrections_multiply_and_drop_together(learning, policy):
+    """tis caps the weight of a token; seq_mask drops whole rollouts, from the denominator too. Old log-probabilities are the trainer's."""
+    b = batch(near=policy)
+    b.rollouts[2].logprobs = [lp - 1.0 if m else 0.0 for lp, m in zip(b.rollouts[2].logprobs, b.rollouts[2].loss_mask, strict=True)]
+    own = score(policy, b.rollouts, 1.0, "trees", 2048)
+    behaviour = torch.tensor([lp for r in b.rollouts for lp, m in zip(r.logprobs, r.loss_mask, strict=True) if m])
+    ratios = [w.tolist() for w in (own - behaviour).exp().split(lengths(b))]
+    geometric = [math.exp(sum(map(math.log, w)) / len(w)) for w in ratios]
+    kept = [i for i in range(6) if 0.8 <= geometric[i] <= 1.3]
+    assert 2 not in kept
+    assert len(kept) >= 4
+    count = sum(lengths(b)[i] for i in kept)
+    weights = {(i // 3, i % 3): [-centred()[i] * min(w, 1.05) / count for w in ratios[i]] for i in kept}
+    correction = {"tis": part("tis.correct", cap=1.05), "mask": part("seq_mask.correct", low=0.8, high=1.3)}
+    s = learning(correction=correction, old_logprobs=OldLogprobs.recomputed)
+    mine, numbers, _ = gradient(s, b)
+    assert_same(mine, by_hand(policy, b, weights))
+    assert numbers["dropped"] == pytest.approx(1 - count / sum(lengths(b)))
+    everything = sorted(w for of_rollout in ratios for w in of_rollout)
+    assert numbers["correction_max"] == pytest.approx(everything[-1], rel=1e-5)  # raw: before the cap
+    assert everything[-1] > 1.05
+
+
+def test_recomputed_log_probabilities_make_the_first_ratio_one_to_the_bit(learning, policy):
+    s = learning(old_logprobs=OldLogprobs.recomputed, loss=part("ppo_clip.loss"))
+    _, numbers, _ = gradient(s, batch())
+    assert numbers["ratio_p01"] == numbers["ratio_max"] == 1.0
+    assert numbers["clip_fraction"] == 0
+    assert numbers["mismatch_kl"] > 0.01  # the engine's were far off, and that is still told
+    _, numbers, _ = gradient(learning(loss=part("ppo_clip.loss")), batch())
+    assert numbers["ratio_max"] > 1.5
+
+
+@pytest.mark.parametrize(("epochs", "minibatches"), [(1, 1), (1, 2), (3, 1), (2, 2)])
+def test_epochs_and_minibatches_are_optimizer_steps(learning, epochs, minibatches):
+    learner = Learner(learning(epochs=epochs, minibatches=minibatches), 0)
+    assert learner.optimizer.total_steps == learner.s.config.rl.steps * epochs * minibatches
+    numbers, _ = learner.learn(batch(), 1)
+    assert learner.optimizer.steps == epochs * minibatches
+    spread = numbers["ratio_max"] - numbers["ratio_p01"]
+    assert spread > 0
+
+
+def test_kl_in_the_reward_is_part_of_the_advantage(learning, policy, tmp_path):
+    """Σ over its tokens of −coef · k1(π_old, reference) is added to a rollout's reward before groups are compared."""
+    s = learning(reference=Reference.frozen, kl=KlConfig(coef=0.5, estimator=KlEstimator.k1, place=KlPlace.reward))
+    learner = Learner(s, 0)  # the reference is the policy as it is now
+    b = batch()
+    distant = score(policy, b.rollouts, 1.0, "trees", 2048)
+    behaviour = torch.tensor([lp for r in b.rollouts for lp, m in zip(r.logprobs, r.loss_mask, strict=True) if m])
+    cost = [0.5 * float(x.sum()) for x in (behaviour - distant).split(lengths(b))]
+    paid = [r - c for r, c in zip(REWARDS, cost, strict=True)]
+    expected = [r - sum(paid[g : g + 3]) / 3 for g in (0, 3) for r in paid[g : g + 3]]
+    learner.optimizer = Recorder(policy.model)  # type: ignore[assignment]
+    _, advantages = learner.learn(b, 1)
+    assert [advantages[i // 3, i % 3] for i in range(6)] == pytest.approx(expected, abs=1e-4)
+    assert max(cost) > 0.5
+
+
+def test_the_adaptive_coefficient_moves_toward_its_target_and_is_saved(learning):
+    s = learning(reference=Reference.frozen, minibatches=2, kl=KlConfig(coef=0.1, target=1e-9, horizon=10))
+    s.config.rl.optimizer.lr = 1e-2
+    learner = Learner(s, 0)
+    numbers, _ = learner.learn(batch(), 1)
+    assert numbers["kl_coef"] == 0.1
+    assert numbers["reference_kl"] > 1e-9
+    assert learner.kl_coef == pytest.approx(0.1 * (1 + 0.2 / 10))
+    other = Learner(s, 0)
+    other.restore(learner.state())
+    assert other.kl_coef == learner.kl_coef
+
+
+def test_an_entropy_bonus_flattens_the_distribution(learning, policy):
+    """Its gradient against one by finite differences of the mean entropy."""
+    b = batch()
+    plain, _, _ = gradient(learning(), b)
+    bonus, _, _ = gradient(learning(entropy_coef=0.5), b)
+    name = "model.layers.0.mlp.down_proj.weight"
+    parameter = dict(policy.model.named_parameters())[name]
+    direction = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+
+    def entropy() -> float:
+        with torch.no_grad():
+            return float(torch.cat([policy.logprobs(row, 1.0)[1] for row in pack(b.rollouts, "trees", 2048)]).double().mean())
+
+    h = 1e-3
+    with torch.no_grad():
+        parameter += h * direction
+        up = entropy()
+        parameter -= 2 * h * direction
+        down = entropy()
+        parameter += h * direction
+    measured = (up - down) / (2 * h)
+    analytic = float(((plain[name] - bonus[name]) * direction).sum()) / 0.5
+    assert abs(measured) > 1e-3
+    assert analytic == pytest.approx(measured, rel=0.02)
+
+
+def test_the_teachers_opinion_is_the_advantage(learning, policy, tmp_path):
+    """Of another model; its tokenizer must be the policy's."""
+    teacher = tmp_path / "teacher"
+    with torch.no_grad():
+        kept = [p.clone() for p in policy.model.parameters()]
+        for p in policy.model.parameters():
+            p.mul_(0.9)
+        policy.export(teacher)
+        b = batch()
+        theirs = score(policy, b.rollouts, 1.0, "trees", 2048)
+        for p, old in zip(policy.model.parameters(), kept, strict=True):
+            p.copy_(old)
+    behaviour = torch.tensor([lp for r in b.rollouts for lp, m in zip(r.logprobs, r.loss_mask, strict=True) if m])
+    s = learning(advantage=part("opd.advantages"), teacher=str(teacher), silent_by="none")
+    mine, _, _ = gradient(s, b)
+    wanted = [(x / len(behaviour)).tolist() for x in (theirs - behaviour).split(lengths(b))]
+    assert_same(mine, by_hand(policy, b, {(i // 3, i % 3): [-w for w in wanted[i]] for i in range(6)}))
+
+    tokenizer = teacher / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace("</reversed_text>", "</reversed_test>"))
+    with pytest.raises(ModelError, match=r"algo\.teacher=.*its tokenizer is not the policy's"):
+        Learner(s, 0)
+
+
+def test_needs_are_found_in_nested_parts():
+    assert needs(part("grpo.advantages")) <= {"group"}
+    assert "values" in needs(part("gae.advantages"))
+    assert needs(part("opd.advantages", reward=part("remax.advantages", _partial_=True))) >= {"teacher_logprobs", "greedy"}
+
+
+# ---- through the loop -------------------------------------------------------------------------------------------------
+
+
+def trained(policy: Policy, folder: Path, reward: str, steps: int = 1, **algo: Any) -> list[dict[str, Any]]:
+    s = session(policy, folder, reward, steps=steps)
+    s.config.algo, s.model_folder = replace(AlgoConfig(), **algo), Path(policy.model.config._name_or_path)
+    try:
+        train_rl(s)
+    finally:
+        s.scorer.close()
+        s.metrics.close()
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_greedy_baseline_gives_silent_groups_a_signal(policy, tmp_path):
+    """The reward counts letters: a group may well be silent, and yet above or below its greedy completion."""
+    (line,) = trained(policy, tmp_path, "length", advantage=part("remax.advantages"), loss=part("reinforce.loss"), silent_by="none")
+    assert line["rollouts"] == 4
+    assert line["silent_groups"] == 0
+    assert line["grad_norm"] > 0
+
+
+def test_without_a_filter_silent_groups_are_trained_on(policy, tmp_path):
+    (line,) = trained(policy, tmp_path, "constant", silent_by="none")
+    assert (line["rollouts"], line["silent_groups"], line["replacement_rounds"]) == (4, 0, 0)
+    assert line["loss"] == 0
+
+
+def test_an_overlong_price_is_a_part_of_its_own_and_not_the_outcome(policy, tmp_path):
+    """All outcomes are equal, so every group is silent, whatever lengths add to the reward."""
+    (line,) = trained(policy, tmp_path, "constant", overlong_share=1.0, overlong_penalty=2.0)
+    assert line["silent_groups"] > 0
+    assert line["rollouts"] == 0
+    assert line["parts"]["overlong"] == -2.0  # all reach the limit
+    assert line["reward"] == pytest.approx(sum(line["parts"].values()))
+
+
+def test_a_part_that_no_reward_has_ends_the_run_with_its_name(policy, tmp_path):
+    with pytest.raises(RewardError, match=r"algo\.silent_by=colour: the reward has no such part; it has reward"):
+        trained(policy, tmp_path, "constant", silent_by="colour")
+
+
+def test_what_the_learner_knows_is_in_the_checkpoint(policy, tmp_path):
+    trained(policy, tmp_path, "hash_of_answer", reference=Reference.frozen, kl=KlConfig(coef=0.1, target=1e-9, horizon=10))
+    assert checkpoint.latest(tmp_path / "checkpoints").state["learner"]["kl_coef"] == pytest.approx(0.1 * (1 - 0.02))
