@@ -17,12 +17,13 @@ import psutil
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing looked at; `fix` says what to do where it is not as wanted."""
+    """One thing looked at; `fix` says what to do where it is not as wanted. What is optional only narrows what can run."""
 
     name: str
     ok: bool
     found: str
     fix: str = ""
+    optional: bool = False
 
 
 def versions() -> dict[str, str]:
@@ -68,6 +69,7 @@ def checks(output_dir: Path = Path(".")) -> list[Check]:
         *_gpu(),
         _optional("peft", "peft", "for policy.lora", "lora"),
         _optional("SGLang", "sglang", "for a GPU", "sglang"),
+        *_memory_sharing(),
     ]
     return result
 
@@ -103,7 +105,9 @@ def _gpu() -> list[Check]:
             if torch.version.cuda is None
             else f"torch is built for CUDA {torch.version.cuda}, no GPU answers"
         )
-        return [Check("GPU", False, built, "not needed: training runs on the CPU; for a GPU install a CUDA build of torch and its driver")]
+        return [
+            Check("GPU", False, built, "not needed: training runs on the CPU; for a GPU install a CUDA build of torch and its driver", True)
+        ]
     memory = torch.cuda.get_device_properties(0).total_memory / 2**30
     flash = importlib.util.find_spec("flash_attn") is not None
     return [
@@ -113,16 +117,51 @@ def _gpu() -> list[Check]:
             flash,
             _version("flash_attn") if flash else "not installed",
             "optional: packed rows then attend in one kernel instead of one call a sample",
+            optional=True,
         ),
     ]
 
 
+PTRACE = Path("/proc/sys/kernel/yama/ptrace_scope")
+
+
+def _memory_sharing() -> list[Check]:
+    """What keeps a trainer and SGLang from sharing a GPU's memory, where SGLang is installed."""
+    if importlib.util.find_spec("sglang") is None:
+        return []
+    scope = PTRACE.read_text().strip() if PTRACE.is_file() else "0"
+    allocator = ",".join(os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
+    expandable = "expandable_segments:true" in allocator.lower().replace(" ", "")
+    return [
+        Check(
+            "ptrace_scope",
+            scope in ("0", ""),
+            f"kernel.yama.ptrace_scope={scope}",
+            "for engine=sglang on a GPU: processes must map each other's memory; sudo sysctl kernel.yama.ptrace_scope=0",
+            optional=True,
+        ),
+        Check(
+            "allocator",
+            not expandable,
+            "expandable_segments:True" if expandable else "no expandable segments",
+            "for engine=sglang on a GPU: such memory cannot be shared; take expandable_segments out of PYTORCH_CUDA_ALLOC_CONF",
+            optional=True,
+        ),
+        _package("torch_memory_saver", "engine=sglang gives memory back with it: pip install torch_memory_saver"),
+        _package("sgl_kernel", "SGLang's kernels: pip install 'hybrid_rl[sglang]'"),
+    ]
+
+
+def _package(name: str, fix: str) -> Check:
+    there = importlib.util.find_spec(name) is not None
+    return Check(name, there, _version(name) if there else "not installed", fix, optional=True)
+
+
 def _optional(name: str, package: str, purpose: str, extra: str) -> Check:
     there = importlib.util.find_spec(package) is not None
-    return Check(name, there, _version(package) if there else "not installed", f"optional, {purpose}: pip install 'hybrid_rl[{extra}]'")
-
-
-REQUIRED_ELSEWHERE = {"GPU", "flash-attention", "peft", "SGLang"}  # missing, they only narrow what can run
+    return Check(
+        name, there, _version(package) if there else "not installed", f"optional, {purpose}: pip install 'hybrid_rl[{extra}]'", True
+    )
 
 
 def main() -> int:
@@ -131,7 +170,7 @@ def main() -> int:
     for check in results:
         mark = "ok  " if check.ok else "no  "
         print(f"{mark}{check.name:<24}{check.found}" + ("" if check.ok else f"   → {check.fix}"))
-    needed = all(check.ok for check in results if check.name not in REQUIRED_ELSEWHERE)
+    needed = all(check.ok or check.optional for check in results)
     print("\nThis machine can run:" if needed else "\nNothing can run yet: see the lines marked 'no' above.")
     if needed:
         gpu = any(check.name == "GPU" and check.ok for check in results)

@@ -1,0 +1,55 @@
+"""What the doctor says of a machine that is not as SGLang wants it."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from hybrid_rl import doctor
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang and what it brings are there, as far as the doctor looks."""
+    found = importlib.util.find_spec("json")
+    brought = ("sglang", "sgl_kernel", "torch_memory_saver")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, find=importlib.util.find_spec: found if name in brought else find(name))
+
+
+def by_name() -> dict[str, doctor.Check]:
+    return {check.name: check for check in doctor.checks()}
+
+
+@pytest.mark.parametrize(("scope", "fine"), [("0\n", True), ("1\n", False), (None, True)])
+def test_ptrace_scope_is_named_with_the_command_that_changes_it(installed, monkeypatch, tmp_path: Path, scope, fine):
+    if scope is not None:
+        (tmp_path / "scope").write_text(scope)
+    monkeypatch.setattr(doctor, "PTRACE", tmp_path / "scope")
+    check = by_name()["ptrace_scope"]
+    assert check.ok is fine
+    assert "sudo sysctl kernel.yama.ptrace_scope=0" in check.fix
+    assert check.optional
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "fine"),
+    [
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", False),
+        ("PYTORCH_ALLOC_CONF", "max_split_size_mb:64, expandable_segments:True", False),
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False", True),
+        ("PYTORCH_CUDA_ALLOC_CONF", "", True),
+    ],
+)
+def test_an_allocator_whose_memory_cannot_be_shared_is_named(installed, monkeypatch, variable, value, fine):
+    monkeypatch.setenv(variable, value)
+    assert by_name()["allocator"].ok is fine
+
+
+def test_without_sglang_nobody_asks_for_what_it_needs(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, find=importlib.util.find_spec: None if name == "sglang" else find(name))
+    checks = by_name()
+    assert not checks["SGLang"].ok
+    assert checks["SGLang"].optional
+    assert "ptrace_scope" not in checks
