@@ -74,9 +74,13 @@ def sft_line(m: dict[str, Any], steps: int) -> str:
 
 
 def eval_line(m: dict[str, Any]) -> str:
+    """One evaluation in one line; of several samples a task the reward is their mean, and pass@1 and the largest pass@k say the rest."""
     failed = f"  ! {m['reward_errors']} rewards failed" if m["reward_errors"] else ""
+    pass_at = m.get("pass_at", {})
+    shown = " ".join(f"pass@{k} {pass_at[k]:.2f}" for k in dict.fromkeys([*list(pass_at)[:1], *list(pass_at)[-1:]]))
+    samples = f" × {m['samples']} samples, {shown}" if pass_at else ""
     return (
-        f"evaluation of {EVALUATED[m['name']]}: reward {m['reward']:.3f} on {m['tasks']} held-out tasks, "
+        f"evaluation of {EVALUATED[m['name']]}: reward {m['reward']:.3f} on {m['tasks']} held-out tasks{samples}, "
         f"length {m['length']:.1f}, truncated {m['truncated']:.1%}{failed}"
     )
 

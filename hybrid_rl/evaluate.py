@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
+from typing import Any
 
 from hybrid_rl.console import eval_line
 from hybrid_rl.engine.base import Sampling
+from hybrid_rl.monitor import mean_by_source, pass_at_k
 from hybrid_rl.rollout.sample import make_group, sample_groups
 from hybrid_rl.session import Session
+from hybrid_rl.types import Group
+
+ROUNDING = 1e-9  # 0.7 + 0.2 + 0.1 is a little less than 1: a reward of weighted parts still reaches eval.pass_reward
 
 
 def evaluate(s: Session, name: str, step: int = 0) -> float:
@@ -26,17 +32,37 @@ def evaluate(s: Session, name: str, step: int = 0) -> float:
     with s.timed("eval"), s.console.progress("evaluating", len(tasks) * config.samples) as advance:
         errors = sample_groups(s.engine, groups, sampling, tokenizer, s.scorer, s.ranks, advance)
     rollouts = [r for group in groups for r in group.rollouts]
-    rewards = [r.reward or 0.0 for r in rollouts]
-    reward = statistics.fmean(rewards)
     values = {
-        "name": name, "step": step, "reward": reward, "reward_std": statistics.pstdev(rewards),
+        "name": name, "step": step, **scores(groups, config.pass_reward),
         "length": statistics.fmean(r.sampled for r in rollouts),
         "truncated": statistics.fmean(r.finish_reason == "length" for r in rollouts),
-        "tasks": len(tasks), "reward_errors": errors,
+        "tasks": len(tasks), "samples": config.samples, "reward_errors": errors,
     }  # fmt: skip
     stem = f"eval_{name}" if name != "step" else f"eval_step_{step:04d}"
     s.save_rollouts(stem, groups)
     s.metrics.write("eval", **values)
     s.console.say(eval_line(values))
-    s.evaluations[name] = reward
-    return reward
+    s.evaluations[name] = values["reward"]
+    return values["reward"]
+
+
+def scores(groups: Sequence[Group], pass_reward: float) -> dict[str, Any]:
+    """How good the groups' rollouts are, an unscored one counted as 0; all groups are of one size n.
+
+    reward: the mean, avg@n. correct: share of samples whose reward is at least `pass_reward`. Where n > 1, pass_at: for k = 1, 2, 4, … ≤ n
+    the probability that k samples hold a right one, a mean over tasks. Where tasks have two sources or more, sources: mean reward of each.
+    """
+    rewards = [[r.reward or 0.0 for r in group.rollouts] for group in groups]
+    every = [reward for of_task in rewards for reward in of_task]
+    least = pass_reward - ROUNDING
+    right = [sum(r.reward is not None and r.reward >= least for r in group.rollouts) for group in groups]
+    samples = len(rewards[0])
+    ks = [2**i for i in range(samples.bit_length())] if samples > 1 else []
+    sources = mean_by_source((group.task.source, reward) for group, of_task in zip(groups, rewards, strict=True) for reward in of_task)
+    return {
+        "reward": statistics.fmean(every),
+        "reward_std": statistics.pstdev(every),
+        "correct": sum(right) / len(every),
+        **({"pass_at": {str(k): statistics.fmean(pass_at_k(samples, c, k) for c in right) for k in ks}} if ks else {}),
+        **({"sources": sources} if len(sources) > 1 else {}),
+    }

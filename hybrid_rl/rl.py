@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
-from typing import Any
-
 from hybrid_rl.console import step_line
 from hybrid_rl.evaluate import evaluate
 from hybrid_rl.handover import hand_over, take_back
 from hybrid_rl.learner import Learner
 from hybrid_rl.memory import Phases
-from hybrid_rl.ranks import Ranks
-from hybrid_rl.rollout.collector import Batch, Collector
+from hybrid_rl.monitor import Alarms, phase_metrics, rollout_metrics
+from hybrid_rl.rollout.collector import Collector
 from hybrid_rl.session import Session
 
 
@@ -22,7 +19,7 @@ def train_rl(s: Session) -> None:
     """
     config, policy, engine = s.config.rl, s.policy, s.engine
     start = s.resumed_step("rl")
-    learner = Learner(s, start)
+    learner, alarms = Learner(s, start), Alarms()
     optimizer = learner.optimizer
     collector = Collector(
         engine, s.tasks.rl, policy.tokenizer, s.scorer, s.config.rollout, s.config.seed, s.ranks, s.config.algo, learner.greedy
@@ -31,6 +28,7 @@ def train_rl(s: Session) -> None:
         s.resumed.restore_optimizer(optimizer)
         learner.restore(s.resumed.state["learner"])
         collector.restore(s.resumed.state["collector"])
+        alarms.restore(s.resumed.state["alarms"])
 
     for step in range(start + 1, config.steps + 1):
         phases = Phases(policy.device)
@@ -50,40 +48,12 @@ def train_rl(s: Session) -> None:
             s.version += 1
         s.save_rollouts(f"step_{step:04d}", batch.all_groups, advantages, {group.id for group in batch.groups})
         values = {"step": step, "version": s.version, **rollout_metrics(batch), **trained, **phase_metrics(phases, batch, s.ranks)}
-        s.metrics.write("rl", **values)  # before the checkpoint, which counts its lines: a killed run loses and doubles none
+        begun = alarms.check(values)
+        # before the checkpoint, which counts its lines: a killed run loses and doubles none
+        s.metrics.write("rl", **values, alarms=list(begun))
         if step % config.checkpoint_every == 0 or step == config.steps:
-            s.save_checkpoint("rl", step, optimizer, learner.critic, collector=collector.state(), learner=learner.state())
+            states = {"collector": collector.state(), "learner": learner.state(), "alarms": alarms.state()}
+            s.save_checkpoint("rl", step, optimizer, learner.critic, **states)
         s.console.say(step_line(values, config.steps))
-
-
-def rollout_metrics(batch: Batch) -> dict[str, Any]:
-    """Over all rollouts that were sampled, the silent groups included: training data alone would flatter or shame the policy."""
-    rollouts = [r for group in batch.all_groups for r in group.rollouts]
-    scored = [r for r in rollouts if r.reward is not None]
-    rewards = [r.reward for r in scored if r.reward is not None]
-    parts = sorted({name for r in scored for name in r.reward_parts})
-    return {
-        "reward": statistics.fmean(rewards),
-        "reward_std": statistics.pstdev(rewards),
-        "parts": {name: statistics.fmean(r.reward_parts.get(name, 0.0) for r in scored) for name in parts},
-        "length": statistics.fmean(r.sampled for r in rollouts),
-        "truncated": statistics.fmean(r.finish_reason == "length" for r in rollouts),
-        "rollouts": len(batch.rollouts),
-        "silent_groups": batch.silent_groups,
-        "missing_groups": batch.missing_groups,
-        "replacement_rounds": batch.replacement_rounds,
-        "reward_errors": batch.reward_errors,
-    }
-
-
-def phase_metrics(phases: Phases, batch: Batch, ranks: Ranks) -> dict[str, Any]:
-    """Seconds of each phase and memory around it, of the rank that took or held most; tokens/s counts every sampled token."""
-    sampled = sum(r.sampled for group in batch.all_groups for r in group.rollouts)
-    everyone = ranks.all_gather(phases)
-    slowest = max(p.total for p in everyone)
-    return {
-        "seconds": {name: max(p.seconds[name] for p in everyone) for name in phases.seconds},
-        "memory": {name: [max(p.memory[name][side] for p in everyone) for side in (0, 1)] for name in phases.memory},
-        "memory_gib": max(p.peak_gib for p in everyone),
-        "tokens_per_second": sampled / slowest,
-    }
+        for line in begun.values():
+            s.console.say(f"  ! {line}")

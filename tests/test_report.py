@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from hybrid_rl.report import read_run, write_report
+from hybrid_rl.report.charts import _one_a_step
 from hybrid_rl.report.samples import evaluation_cases, last_step_cases
 from hybrid_rl.rollout.store import write_rollouts
 from hybrid_rl.types import Group, Rollout, Task
@@ -277,6 +278,97 @@ def test_values_that_are_no_numbers_leave_gaps_and_are_counted(tmp_path: Path) -
 def test_nothing_but_gaps(tmp_path: Path) -> None:
     write_metrics(tmp_path, [{"stage": "rl", "step": 1, "reward": float("nan"), "seconds": {"rollout": None}}])
     assert "<svg" not in write_report(tmp_path).read_text("utf-8")
+
+
+NEW = {
+    "clip_low": 0.01, "clip_high": 0.02, "clip_dual": 0.0, "ratio_p01": 0.9, "ratio_p50": 1.0, "ratio_p99": 1.1, "ratio_max": 3.0, "dropped": 0.125,
+    "correction_p01": 0.5, "correction_p50": 1.0, "correction_p99": 1.5, "correction_max": 1e6, "reference_kl": 0.01, "kl_coef": 0.03,
+    "advantage_std": 0.97, "value_loss": 0.2, "explained_variance": -0.5, "repetition": 0.0625, "length_max": 100,
+    "sources": {"math": 0.25, "<script>": 0.75}, "parts_std": {"similarity": 0.1},
+}  # fmt: skip
+
+
+def test_every_metric_of_a_step_has_its_chart(tmp_path: Path) -> None:
+    write_metrics(tmp_path, [rl(1, clip_fraction=0.03), *(rl(step, clip_fraction=0.03, **NEW) for step in (2, 3))])  # type: ignore[arg-type]
+    page = Page(html := write_report(tmp_path).read_text("utf-8"))
+    for title, *expected in (
+        ("Clip fraction", "low and high 3 %", "low side 1 %", "high side 2 %", "dual clip 0 %"),
+        ("Probability ratio", "median 1", "1st percentile 0.9", "99th percentile 1.1", "largest 3"),
+        ("Mismatch ratio", "before correction, log scale", "largest 1,000,000"),
+        ("Dropped", "12.5 %"), ("Reference KL",), ("KL coefficient", "0.03"), ("Advantage", "0.97"), ("Critic loss",),
+        ("Explained variance", "-0.5"), ("Repetition", "6.25 %"), ("Reward by source", "math 0.25", "<script> 0.75"),
+    ):  # fmt: skip
+        found = re.search(f"<figure>\n<figcaption><b>{title}</b>.*?</figure>", html, flags=re.DOTALL)
+        assert found, title
+        for text in expected:
+            assert text in Page(found[0]).text, (title, text)
+    assert "script" not in page.tags
+    write_metrics(tmp_path, [rl(step) for step in (1, 2, 3)])
+    old = write_report(tmp_path).read_text("utf-8")
+    assert html.count("<svg") == old.count("<svg") + 10, "each but the clip fraction is a chart of its own"
+    assert "low and high" not in old
+
+
+def test_a_chart_with_many_names_says_how_many_it_left_out(tmp_path: Path) -> None:
+    write_metrics(tmp_path, [rl(1, sources={f"source {i:02d}": i / 10 for i in range(11)})])
+    page = Page(write_report(tmp_path).read_text("utf-8"))
+    assert "mean, 8 of 11" in page.text
+    assert "source 07 0.7" in page.text
+    assert "source 08" not in page.text
+
+
+def evaluation(name: str, step: int, **values: object) -> dict[str, object]:
+    return {"stage": "eval", "name": name, "step": step, "reward": 0.5, "reward_std": 0.1, "tasks": 4} | values
+
+
+def test_what_evaluations_find_right(tmp_path: Path) -> None:
+    plain = [evaluation("base", 0, correct=0.1), evaluation("sft", 0, correct=0.2), evaluation("step", 2, correct=0.3)]
+    write_metrics(tmp_path, [*plain, rl(1)])
+    page = Page(write_report(tmp_path).read_text("utf-8"))
+    for text in ("Evaluation: correct", "share of samples", "30 %", "± 0.05 standard error, 4 tasks, 10 % correct", "20 % correct"):
+        assert text in page.text, text
+    assert "pass@" not in page.text
+    shares: dict[str, object] = {"1": 0.3, "2": 0.4, "16": 0.6, "<script>": 0.9}
+    write_metrics(tmp_path, [*plain[:2], evaluation("step", 2, pass_at=shares, sources={"math": 0.5, "code": 0.4}), rl(1)])
+    page = Page(write_report(tmp_path).read_text("utf-8"))
+    for text in ("Evaluation: pass@k", "pass@1 30 %pass@2 40 %pass@16 60 %pass@<script> 90 %", "Evaluation by source", "math 0.5"):
+        assert text in page.text, text
+    assert "script" not in page.tags
+    write_metrics(tmp_path, [evaluation("base", 0), rl(1)])
+    assert "Evaluation:" not in Page(write_report(tmp_path).read_text("utf-8")).text, "a run of old says nothing of it"
+
+
+def test_the_policy_that_rl_begins_with_is_the_one_after_sft() -> None:
+    evals: list[dict[str, object]] = [
+        evaluation(name, step) for name, step in (("rl", 4), ("base", 0), ("sft", 0), ("step", 2), ("step", 6), ("?", 2))
+    ]
+    assert [(e["name"], e["step"]) for e in _one_a_step(evals)] == [("sft", 0), ("step", 2), ("rl", 4), ("step", 6)], (
+        "a finished run went on"
+    )
+    assert [e["name"] for e in _one_a_step(evals[:2])] == ["base", "rl"]
+
+
+def test_alarms_are_listed(tmp_path: Path) -> None:
+    odd: list[object] = [None, "entropy", [], {"a": 1}]
+    records = [
+        rl(1),
+        rl(2, alarms=["truncated", "part:<script>"]),
+        *(rl(3 + i, alarms=value) for i, value in enumerate(odd)),
+        rl(9, alarms=["entropy"]),
+    ]
+    write_metrics(tmp_path, records)
+    page = Page(write_report(tmp_path).read_text("utf-8"))
+    assert re.search(r"alarm begins\s+2\s*truncated, part:<script>\s+9\s*entropy\s+Samples", page.text)
+    assert "Alarms began in 2 of 7 RL steps, first in step 2" in page.text
+    assert "script" not in page.tags
+    write_metrics(tmp_path, [rl(step, alarms=["entropy"]) for step in range(1, 46)])
+    page = Page(write_report(tmp_path).read_text("utf-8"))
+    assert page.text.count("entropy") == 40
+    assert "and in 5 more steps" in page.text
+    write_metrics(tmp_path, [rl(1, alarms=[])])
+    page = Page(write_report(tmp_path).read_text("utf-8"))
+    assert "Alarms" not in page.text
+    assert "alarm begins" not in page.text
 
 
 def test_same_files_same_bytes(run: Path) -> None:

@@ -32,6 +32,7 @@ COUNTERS = {
     "missing_groups": "groups missing after the last replacement",
     "skipped": "optimizer steps skipped (non-finite gradient)",
 }
+MAX_ALARMS = 40  # steps with an alarm that are listed
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def write_report(run_dir: Path) -> Path:
     from hybrid_rl.files import atomic_file
 
     run = read_run(Path(run_dir))
-    facts = _facts(run)
+    facts, alarms = _facts(run), _alarms(run)
     evaluations = evaluation_cases(run.folder / "rollouts")
     step, last = last_step_cases(run.folder / "rollouts")
     # Completions, and all else that a run wrote, are untrusted: autoescape for every value; only the charts are marked safe.
@@ -86,6 +87,8 @@ def write_report(run_dir: Path) -> Path:
         phases=_phase_rows(run.rl),
         stages=[(name, _duration(seconds)) for name, seconds in _mapping(run.summary, "seconds").items()],
         counters=_counters(run),
+        alarms=alarms[:MAX_ALARMS],
+        more_alarms=len(alarms[MAX_ALARMS:]),
         evaluations=evaluations,
         step=step,
         last=last,
@@ -143,6 +146,8 @@ def _state(run: Run) -> str:
     if not run.summary:
         done = f"{run.rl[-1]['step']} of {shown(planned)} RL steps" if run.rl else "no RL step yet"
         notes.append(f"Not finished: {done}.")
+    if alarms := _alarms(run):
+        notes.append(f"Alarms began in {len(alarms)} of {len(run.rl)} RL steps, first in step {alarms[0][0]}: see Worth a look.")
     if run.broken_lines:
         notes.append(f"{run.broken_lines} unreadable lines of metrics.jsonl are left out.")
     return " ".join(notes)
@@ -157,6 +162,8 @@ def _evaluation_cards(run: Run) -> list[dict[str, str]]:
         reward, tasks = number(record.get("reward")), number(record.get("tasks"))
         error = number(record.get("reward_std")) / math.sqrt(tasks) if tasks > 0 else math.nan
         note = "" if math.isnan(error) else f"± {error:.2g} standard error, {shown(tasks)} tasks"
+        correct = number(record.get("correct"))
+        note += "" if math.isnan(correct) else f"{', ' if note else ''}{shown(correct, percent=True)} correct"
         change = "" if math.isnan(reward - before) else f"{reward - before:+.3f}".replace("-", "\N{MINUS SIGN}")
         cards.append({"label": f"reward, {label}", "value": shown(reward), "change": change, "note": note})
         before = before if math.isnan(reward) else reward
@@ -205,6 +212,12 @@ def _counters(run: Run) -> list[Row]:
     if holes:
         rows.append(("steps with a metric that is not finite", str(len(holes)), f"{len(holes)} of {len(run.rl)}", str(max(holes))))
     return rows
+
+
+def _alarms(run: Run) -> list[Row]:
+    """(step, names of the alarms that began with it) of the steps that had any."""
+    named = [(str(r["step"]), r.get("alarms")) for r in run.rl]
+    return [(step, ", ".join(map(str, names))) for step, names in named if isinstance(names, list) and names]
 
 
 def _environment(run: Run) -> list[Row]:

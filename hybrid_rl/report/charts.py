@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +17,12 @@ if TYPE_CHECKING:
 
 Record = dict[str, Any]
 Draw = Callable[["Axes"], None]
+Curves = dict[str, list[float]]  # label → one value a step, NaN where there is none
 
 PHASES = ("rollout", "sleep", "update", "handover", "evaluate", "checkpoint")  # first, so that each keeps its colour in every report
 EVALUATIONS = {"base": ("base", "dotted", 6), "sft": ("after SFT", "dashed", 2), "rl": ("after RL", "solid", 3)}  # label, line, colour
+CLIPPED = {"clip_fraction": "low and high", "clip_low": "low side", "clip_high": "high side", "clip_dual": "dual clip"}
+QUANTILES = {"p50": "median", "p01": "1st percentile", "p99": "99th percentile", "max": "largest"}
 MAX_BARS = 60  # of a stacked chart; more steps are averaged
 
 # matplotlib wants real colours: these stand for the CSS variables --c0 … --c9 and are replaced in the finished SVG.
@@ -68,8 +71,17 @@ def shown(value: object, percent: bool = False) -> str:
 
 
 def learning_charts(sft: Sequence[Record], evals: Sequence[Record], rl: Sequence[Record]) -> list[Chart]:
-    """Reward by step with the evaluations, its named parts, and the SFT loss."""
-    return [chart for chart in (_reward(evals, rl), _parts(rl), _line("SFT loss", "nats a token", sft, "loss", "SFT step")) if chart]
+    """Reward by step with the evaluations, by its parts and by source, what evaluations find right, and the SFT loss."""
+    at_steps = _one_a_step(evals)
+    charts = (
+        _reward(evals, rl),
+        _named("Parts of the reward", "mean", rl, "parts"),
+        _named("Reward by source", "mean", rl, "sources"),
+        _correct(at_steps),
+        _named("Evaluation by source", "mean reward", at_steps, "sources"),
+        _line("SFT loss", "nats a token", sft, "loss", "SFT step"),
+    )
+    return [chart for chart in charts if chart]
 
 
 def health_charts(rl: Sequence[Record]) -> list[Chart]:
@@ -79,10 +91,18 @@ def health_charts(rl: Sequence[Record]) -> list[Chart]:
     charts = (
         _line("Completion length", "tokens, mean", rl, "length", from_zero=True),
         _line("Truncated", "share of completions", rl, "truncated", percent=True),
+        _line("Repetition", "share of 4-grams", rl, "repetition", percent=True),
         _line("Entropy", "nats a token", rl, "entropy", from_zero=True),
         _line("Mismatch KL", "nats, log scale" if positive else "nats a token", rl, "mismatch_kl", log=positive),
         _line("Reference KL", "nats a token", rl, "reference_kl", from_zero=True),
-        _line("Clip fraction", "share of tokens", rl, "clip_fraction", percent=True),
+        _line("KL coefficient", "weight of the reference KL", rl, "kl_coef", from_zero=True),
+        _lines("Clip fraction", "share of tokens", _steps(rl), _fixed(rl, CLIPPED), percent=True),
+        _ratios("Probability ratio", "new to old", rl, "ratio"),
+        _ratios("Mismatch ratio", "trainer to engine, before correction", rl, "correction"),
+        _line("Dropped", "share of tokens, by a correction", rl, "dropped", percent=True),
+        _line("Advantage", "standard deviation", rl, "advantage_std", from_zero=True),
+        _line("Critic loss", "mean", rl, "value_loss", from_zero=True),
+        _line("Explained variance", "of returns, by the critic", rl, "explained_variance"),
         _line("Gradient norm", "before clipping", rl, "grad_norm", from_zero=True),
     )
     return [chart for chart in charts if chart]
@@ -110,8 +130,35 @@ def phase_colour(name: str, position: int) -> int:
     return 1 + (PHASES.index(name) if name in PHASES else position) % len(SERIES)
 
 
-def _points(records: Sequence[Record], key: str) -> tuple[list[int], list[float]]:
-    return [r["step"] for r in records], [number(r.get(key)) for r in records]
+def _steps(records: Sequence[Record]) -> list[int]:
+    return [r["step"] for r in records]
+
+
+def _values(records: Sequence[Record], key: str) -> list[float]:
+    return [number(r.get(key)) for r in records]
+
+
+def _fixed(records: Sequence[Record], labels: Mapping[str, str]) -> Curves:
+    """Label → values of the keys that are there; the first alone needs no label."""
+    found = {key: values for key in labels if _finite({"": (values := _values(records, key))})}
+    return {"" if list(found) == list(labels)[:1] else labels[key]: values for key, values in found.items()}
+
+
+def _inner(records: Sequence[Record], key: str) -> list[Record]:
+    """The mapping that each record has under a key, {} where it has none."""
+    return [inner if isinstance(inner := r.get(key), dict) else {} for r in records]
+
+
+def _finite(curves: Curves) -> list[float]:
+    return [value for values in curves.values() for value in values if not math.isnan(value)]
+
+
+def _one_a_step(evals: Sequence[Record]) -> list[Record]:
+    """The evaluations in order of steps; of two before the first step, the one after SFT."""
+    known = ("base", "sft", "step", "rl")
+    ordered = sorted((e for e in evals if e["name"] in known), key=lambda e: known.index(e["name"]))
+    newest = {e["step"]: e for e in ordered}
+    return [newest[step] for step in sorted(newest)]
 
 
 def _plot(axes: Axes, x: Sequence[int], y: Sequence[float], colour: int) -> None:
@@ -124,13 +171,21 @@ def _line(
     title: str, unit: str, records: Sequence[Record], key: str, xlabel: str = "RL step",
     from_zero: bool = False, percent: bool = False, log: bool = False,
 ) -> Chart | None:  # fmt: skip
-    x, y = _points(records, key)
-    finite = [value for value in y if not math.isnan(value)]
+    return _lines(title, unit, _steps(records), {"": _values(records, key)}, xlabel, from_zero, percent, log)
+
+
+def _lines(
+    title: str, unit: str, x: Sequence[int], curves: Curves, xlabel: str = "RL step",
+    from_zero: bool = False, percent: bool = False, log: bool = False,
+) -> Chart | None:  # fmt: skip
+    """A curve for each label, its newest value in the legend, or beside the title where it has no label. None without a finite value."""
+    finite = _finite(curves)
     if not finite:
         return None
 
     def draw(axes: Axes) -> None:
-        _plot(axes, x, y, 1)
+        for position, y in enumerate(curves.values()):
+            _plot(axes, x, y, 1 + position)
         low, high = min(finite), max(finite)
         if log:
             low, high = 10.0 ** math.floor(math.log10(low)), 10.0 ** math.ceil(math.log10(high))
@@ -140,12 +195,40 @@ def _line(
         elif (from_zero or percent) and low >= 0:
             axes.set_ylim(0, 1.1 * high or (0.1 if percent else 1.0))
 
-    return Chart(title, unit, _svg(title, draw, xlabel, percent), latest=shown(finite[-1], percent))
+    newest = {label: shown(found[-1] if (found := _finite({"": y})) else math.nan, percent) for label, y in curves.items()}
+    legend = tuple(Legend(f"{label} {newest[label]}", 1 + position) for position, label in enumerate(curves) if label)
+    return Chart(title, unit, _svg(title, draw, xlabel, percent), legend, newest.get("", ""))
+
+
+def _ratios(title: str, unit: str, rl: Sequence[Record], prefix: str) -> Chart | None:
+    """Quantiles of a ratio of probabilities, whose largest may be anything."""
+    curves = _fixed(rl, {f"{prefix}_{name}": label for name, label in QUANTILES.items()})
+    finite = _finite(curves)
+    wide = bool(finite) and min(finite) > 0 and max(finite) > 10
+    return _lines(title, unit + (", log scale" if wide else ""), _steps(rl), curves, log=wide)
+
+
+def _named(title: str, unit: str, records: Sequence[Record], key: str) -> Chart | None:
+    """A curve for each name in the mappings under a key, as far as there are colours."""
+    inner = _inner(records, key)
+    names = sorted({str(name) for step in inner for name in step})
+    drawn = names[: len(SERIES)]
+    unit += f", {len(drawn)} of {len(names)}" if len(names) > len(drawn) else ""
+    return _lines(title, unit, _steps(records), {name: [number(step.get(name)) for step in inner] for name in drawn})
+
+
+def _correct(evals: Sequence[Record]) -> Chart | None:
+    """pass@k where a task was sampled several times, else the share of right samples."""
+    inner = _inner(evals, "pass_at")
+    ks = sorted({str(k) for step in inner for k in step}, key=lambda k: (len(k), k))[: len(SERIES)]
+    if not ks:
+        return _line("Evaluation: correct", "share of samples", evals, "correct", percent=True)
+    curves = {f"pass@{k}": [number(step.get(k)) for step in inner] for k in ks}
+    return _lines("Evaluation: pass@k", "share of tasks, k tries", _steps(evals), curves, percent=True)
 
 
 def _reward(evals: Sequence[Record], rl: Sequence[Record]) -> Chart | None:
-    x, mean = _points(rl, "reward")
-    spread = _points(rl, "reward_std")[1]
+    x, mean, spread = _steps(rl), _values(rl, "reward"), _values(rl, "reward_std")
     marks = {e["name"]: value for e in evals if e["name"] in EVALUATIONS and not math.isnan(value := number(e.get("reward")))}
     between = [(e["step"], number(e.get("reward"))) for e in evals if e["name"] == "step"]
     finite = [value for value in mean if not math.isnan(value)]
@@ -169,19 +252,6 @@ def _reward(evals: Sequence[Record], rl: Sequence[Record]) -> Chart | None:
             axes.set_xticks([])
 
     return Chart("Reward", "mean", _svg("Reward", draw), tuple(legend), shown(finite[-1]) if finite else "")
-
-
-def _parts(rl: Sequence[Record]) -> Chart | None:
-    steps = [r["parts"] if isinstance(r.get("parts"), dict) else {} for r in rl]
-    names = sorted({str(name) for step in steps for name in step})[: len(SERIES)]
-    if not names:
-        return None
-
-    def draw(axes: Axes) -> None:
-        for position, name in enumerate(names):
-            _plot(axes, [r["step"] for r in rl], [number(step.get(name)) for step in steps], 1 + position)
-
-    return Chart("Parts of the reward", "mean", _svg("Parts", draw), tuple(Legend(name, 1 + i) for i, name in enumerate(names)))
 
 
 def _phases(rl: Sequence[Record]) -> Chart | None:

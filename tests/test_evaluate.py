@@ -1,0 +1,116 @@
+"""Evaluation on the real engine: what it counts, against what is stored of each sample."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import combinations
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from hybrid_rl.config import Config, EvalConfig, RolloutConfig
+from hybrid_rl.console import Console, eval_line
+from hybrid_rl.data import TaskSets
+from hybrid_rl.engine.local import LocalEngine
+from hybrid_rl.evaluate import evaluate, scores
+from hybrid_rl.metrics import Metrics
+from hybrid_rl.policy.model import Policy
+from hybrid_rl.rollout.reward import Scorer
+from hybrid_rl.session import Session
+from hybrid_rl.types import Group, Rollout, Task
+
+
+class Evaluation:
+    """One evaluation: what it wrote, printed and stored."""
+
+    def __init__(self, policy: Policy, folder: Path, reward: str, sources: tuple[str, ...] = ("",), **settings: Any):
+        tasks = [Task(f"e{i}", ({"role": "user", "content": "x" * (i + 1)},), str(i), source=sources[i % len(sources)]) for i in range(6)]
+        rollout = RolloutConfig(max_tokens=6, max_prompt_tokens=40)
+        config = Config(rollout=rollout, eval=EvalConfig(**settings))
+        scorer, metrics = Scorer({"_target_": f"tests.rewards.{reward}"}, workers=1, timeout=5), Metrics(folder / "metrics.jsonl")
+        engine = LocalEngine(policy.model, policy.end_ids(), 16, 64)
+        session = Session(config, folder, folder, policy, engine, TaskSets([], [], tasks), scorer, metrics, Console())
+        try:
+            self.returned = evaluate(session, "rl", 20)
+        finally:
+            scorer.close()
+        self.values = json.loads((folder / "metrics.jsonl").read_text())
+        self.stored = pq.read_table(folder / "rollouts" / "eval_rl.parquet").to_pylist()
+        assert session.evaluations == {"rl": self.returned}
+
+    def by_task(self) -> list[list[float | None]]:
+        tasks = sorted({row["task_id"] for row in self.stored})
+        return [[row["reward"] for row in self.stored if row["task_id"] == task] for task in tasks]
+
+
+@pytest.fixture
+def shown(capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
+    return lambda: capsys.readouterr().out.strip()
+
+
+def test_several_samples_a_task(policy: Policy, tmp_path: Path, shown: Any) -> None:
+    e = Evaluation(policy, tmp_path, "hash_of_answer", samples=5, pass_reward=0.5)
+    rewards = e.by_task()
+    assert [len(of_task) for of_task in rewards] == [5] * 6
+    right = [[r is not None and r >= 0.5 for r in of_task] for of_task in rewards]
+    assert sum(map(any, right)) > 0
+    assert not all(map(all, right))
+    assert list(e.values["pass_at"]) == ["1", "2", "4"]
+    for k, value in e.values["pass_at"].items():
+        assert value == pytest.approx(fmean(fmean(map(any, combinations(of_task, int(k)))) for of_task in right)), k
+    assert e.values["correct"] == pytest.approx(fmean(fmean(of_task) for of_task in right)) == pytest.approx(e.values["pass_at"]["1"])
+    assert e.values["reward"] == e.returned == pytest.approx(fmean(r for of_task in rewards for r in of_task if r is not None))
+    assert (e.values["tasks"], e.values["samples"]) == (6, 5)
+    line = shown()
+    assert f"on 6 held-out tasks × 5 samples, pass@1 {e.values['pass_at']['1']:.2f} pass@4 {e.values['pass_at']['4']:.2f}, length" in line
+    assert "pass@2" not in line
+
+
+def test_one_sample_a_task_is_shown_as_ever(policy: Policy, tmp_path: Path, shown: Any) -> None:
+    e = Evaluation(policy, tmp_path, "hash_of_answer", pass_reward=0.5)
+    v = e.values
+    assert shown() == (
+        f"evaluation of the model after RL: reward {v['reward']:.3f} on 6 held-out tasks, length {v['length']:.1f}, truncated {v['truncated']:.1%}"
+    )
+    assert v["correct"] == pytest.approx(fmean(r is not None and r >= 0.5 for (r,) in e.by_task()))
+    assert "pass_at" not in v
+    assert "sources" not in v
+
+
+def test_a_reward_that_failed_is_never_right(policy: Policy, tmp_path: Path, shown: Any) -> None:
+    e = Evaluation(policy, tmp_path, "raises_for_odd", samples=2, pass_reward=-1.0)
+    assert e.values["correct"] == 0.5
+    assert e.values["pass_at"] == {"1": 0.5, "2": 0.5}
+    assert e.values["reward_errors"] == 6
+    assert "6 rewards failed" in shown()
+
+
+def test_reward_by_source(policy: Policy, tmp_path: Path) -> None:
+    e = Evaluation(policy, tmp_path, "raises_for_odd", sources=("even", "odd"))
+    assert e.values["sources"] == {"even": pytest.approx(2 * e.returned), "odd": 0.0}
+
+
+def group(rewards: list[float]) -> Group:
+    rollouts = [Rollout("t", 0, i, 0, [1]) for i in range(len(rewards))]
+    for rollout, reward in zip(rollouts, rewards, strict=True):
+        rollout.score(reward, {})
+    return Group(0, Task("t", ({"role": "user", "content": "?"},), ""), rollouts)
+
+
+def test_a_reward_of_weighted_parts_reaches_1() -> None:
+    assert 0.7 + 0.2 + 0.1 < 1
+    assert scores([group([0.7 + 0.2 + 0.1, 0.99])], 1.0)["correct"] == 0.5
+
+
+@pytest.mark.parametrize(("samples", "ks"), [(1, None), (2, ["1", "2"]), (3, ["1", "2"]), (4, ["1", "2", "4"]), (9, ["1", "2", "4", "8"])])
+def test_which_k(samples: int, ks: list[str] | None) -> None:
+    values = scores([group([1.0] + [0.0] * (samples - 1)), group([0.0] * samples)], 1.0)
+    assert (list(values["pass_at"]) if "pass_at" in values else None) == ks
+    if samples == 4:
+        assert values["pass_at"] == {"1": 0.125, "2": 0.25, "4": 0.5}
+        line = eval_line(values | {"name": "base", "tasks": 2, "samples": 4, "length": 1.0, "truncated": 0.0, "reward_errors": 0})
+        assert "reward 0.125 on 2 held-out tasks × 4 samples, pass@1 0.12 pass@4 0.50, length" in line
