@@ -9,7 +9,7 @@ RUN = $(VENV)/bin/python
 SGLANG_VENV ?= .venv-sglang
 SGLANG_CPU = PYTHONPATH=tests/sglang_cpu SGLANG_USE_CPU_ENGINE=1 TORCHDYNAMO_DISABLE=1 OMP_NUM_THREADS=1 MALLOC_MMAP_THRESHOLD_=262144
 
-.PHONY: reverse test test-all check lint types doctor clean sglang-cpu test-sglang
+.PHONY: reverse test test-all check lint types doctor clean sglang-cpu test-sglang bench-engines
 
 reverse: $(VENV)/installed  ## Train the embedded model to reverse sentences: about a minute without a GPU.
 	$(RUN) -m hybrid_rl.run +recipe=reverse $(ARGS)
@@ -36,6 +36,9 @@ sglang-cpu: $(SGLANG_VENV)/installed  ## SGLang for tests on a machine without a
 
 test-sglang: $(SGLANG_VENV)/installed  ## The engine contract against the real SGLang, on the CPU.
 	$(SGLANG_CPU) $(SGLANG_VENV)/bin/python -m pytest tests/test_engine_sglang.py $(ARGS)
+
+bench-engines: $(SGLANG_VENV)/installed  ## local and SGLang side by side, on the CPU.
+	$(SGLANG_CPU) $(SGLANG_VENV)/bin/python benchmarks/engines.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(SGLANG_VENV) build dist *.egg-info
