@@ -24,7 +24,7 @@ def evaluate(s: Session, name: str, step: int = 0) -> float:
     ]
     sampling = Sampling(config.temperature, rollout.top_k, rollout.top_p, rollout.max_tokens)
     with s.timed("eval"), s.console.progress("evaluating", len(tasks) * config.samples) as advance:
-        errors = sample_groups(s.engine, groups, sampling, tokenizer, s.scorer, s.ranks, advance)
+        errors = sample_groups(s.engine, groups, sampling, tokenizer, s.scorer, s.ranks, advance, s.revive_engine)
     rollouts = [r for group in groups for r in group.rollouts]
     rewards = [r.reward or 0.0 for r in rollouts]
     reward = statistics.fmean(rewards)

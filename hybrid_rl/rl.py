@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 from typing import Any
 
 from hybrid_rl.console import step_line
+from hybrid_rl.engine.base import EngineStats
 from hybrid_rl.evaluate import evaluate
-from hybrid_rl.handover import hand_over, take_back
+from hybrid_rl.handover import take_back
 from hybrid_rl.learner import Learner
 from hybrid_rl.memory import Phases
 from hybrid_rl.ranks import Ranks
@@ -25,23 +27,24 @@ def train_rl(s: Session) -> None:
     learner = Learner(s, start)
     optimizer = learner.optimizer
     collector = Collector(
-        engine, s.tasks.rl, policy.tokenizer, s.scorer, s.config.rollout, s.config.seed, s.ranks, s.config.algo, learner.greedy
-    )
+        engine, s.tasks.rl, policy.tokenizer, s.scorer, s.config.rollout, s.config.seed, s.ranks, s.config.algo, learner.greedy,
+        s.revive_engine,
+    )  # fmt: skip
     if s.resumed and start:
         s.resumed.restore_optimizer(optimizer)
         learner.restore(s.resumed.state["learner"])
         collector.restore(s.resumed.state["collector"])
 
     for step in range(start + 1, config.steps + 1):
-        phases = Phases(policy.device)
+        phases, restarts = Phases(policy.device), s.engine_restarts
         with phases("handover"):
             learner.park()
-            verify = s.config.handover.verify or step == start + 1
-            hand_over(policy, engine, s.version, optimizer, verify=verify, bucket_bytes=s.config.handover.bucket_mib * 2**20)
+            s.hand_over(optimizer, verify=s.config.handover.verify or step == start + 1)
         if config.eval_every and step > 1 and (step - 1) % config.eval_every == 0:
             with phases("evaluate"):
                 evaluate(s, "step", step - 1)
         with phases("rollout"), s.console.progress(f"step {step}: sampling", s.config.rollout.batch_size) as advance:
+            before = replace(engine.stats)
             batch = collector.collect(advance)
         with phases("sleep"):
             take_back(policy, engine, optimizer)
@@ -50,6 +53,7 @@ def train_rl(s: Session) -> None:
             s.version += 1
         s.save_rollouts(f"step_{step:04d}", batch.all_groups, advantages, {group.id for group in batch.groups})
         values = {"step": step, "version": s.version, **rollout_metrics(batch), **trained, **phase_metrics(phases, batch, s.ranks)}
+        values |= {**prompt_metrics(before, engine.stats, s.ranks), "engine_restarts": s.engine_restarts - restarts}
         s.metrics.write("rl", **values)  # before the checkpoint, which counts its lines: a killed run loses and doubles none
         if step % config.checkpoint_every == 0 or step == config.steps:
             s.save_checkpoint("rl", step, optimizer, learner.critic, collector=collector.state(), learner=learner.state())
@@ -87,3 +91,12 @@ def phase_metrics(phases: Phases, batch: Batch, ranks: Ranks) -> dict[str, Any]:
         "memory_gib": max(p.peak_gib for p in everyone),
         "tokens_per_second": sampled / slowest,
     }
+
+
+def prompt_metrics(before: EngineStats, now: EngineStats, ranks: Ranks) -> dict[str, float]:
+    """Prompt tokens of a step's requests, those that had to be computed, and the share that had not, over all ranks' engines."""
+    asked = now.prompt_tokens - before.prompt_tokens
+    everyone = ranks.all_gather((asked, now.computed_prompt_tokens - before.computed_prompt_tokens))
+    prompt, computed = (sum(counts) for counts in zip(*everyone, strict=True))
+    step = EngineStats(prompt_tokens=prompt, computed_prompt_tokens=computed)
+    return {"prompt_tokens": prompt, "computed_prompt_tokens": computed, "cache_hit_rate": step.cache_hit_rate}
