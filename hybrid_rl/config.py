@@ -17,6 +17,12 @@ class EngineKind(Enum):
     local = "local"  # embedded, in this process, on the policy's own parameters
 
 
+class Deterministic(Enum):
+    auto = "auto"  # on the CPU; not on a GPU, where it costs about a third of sglang's speed
+    always = "always"
+    never = "never"  # tokens then differ from run to run
+
+
 class LayoutKind(Enum):
     auto = "auto"  # trees on the CPU; on a GPU packed, for flash-attention
     padded = "padded"
@@ -91,7 +97,14 @@ class ModelConfig:
 class EngineConfig:
     kind: EngineKind = EngineKind.auto
     slots: int = 128  # completions sampled at a time; the KV cache holds this many
-    memory_fraction: float = 0.5  # share of a GPU that sglang takes for weights and KV cache, while it samples
+    # of sglang alone:
+    tensor_parallel: int = 1  # neighbouring ranks of a node that are one engine, each with a part of the weights
+    memory_fraction: float = 0.0  # share of a GPU's free memory for weights and KV cache; 0: what the trainer leaves
+    deterministic: Deterministic = Deterministic.auto  # a request's seed alone decides its tokens
+    timeout: float = 300.0  # seconds without an answer or progress after which an engine counts as dead
+    start_timeout: float = 1800.0  # seconds until a new engine must be ready
+    restarts: int = 2  # times a run that dead engines are started again
+    arguments: dict[str, Any] = field(default_factory=dict)  # more of sglang.Engine's, by its names
 
 
 @dataclass

@@ -62,6 +62,7 @@ COUNTERS = {
     "missing_groups": "groups missing",
     "reward_errors": "rewards failed",
     "skipped": "update skipped (gradient not finite)",
+    "engine_restarts": "× engine restarted",
 }
 
 

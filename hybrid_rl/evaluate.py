@@ -30,7 +30,7 @@ def evaluate(s: Session, name: str, step: int = 0) -> float:
     ]
     sampling = Sampling(config.temperature, rollout.top_k, rollout.top_p, rollout.max_tokens)
     with s.timed("eval"), s.console.progress("evaluating", len(tasks) * config.samples) as advance:
-        errors = sample_groups(s.engine, groups, sampling, tokenizer, s.scorer, s.ranks, advance)
+        errors = sample_groups(s.engine, groups, sampling, tokenizer, s.scorer, s.ranks, advance, s.revive_engine)
     rollouts = [r for group in groups for r in group.rollouts]
     values = {
         "name": name, "step": step, **scores(groups, config.pass_reward),

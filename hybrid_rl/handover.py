@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from hybrid_rl.engine.base import KV_CACHE, WEIGHTS, Engine
+from hybrid_rl.engine.base import KV_CACHE, WEIGHTS, Engine, EngineDied
 from hybrid_rl.policy.model import Policy
 from hybrid_rl.policy.optimizer import Optimizer
 
@@ -30,7 +30,7 @@ def hand_over(
     Returns the bytes that this rank copied. An engine that samples from the policy's own parameters has nothing to copy: they are
     unsharded in place. `verify` then compares name by name. Collective: an error on one rank is raised on all.
     """
-    engine.wake([WEIGHTS])
+    policy.ranks.on_all(lambda: engine.wake([WEIGHTS]))
     shared, moved = engine.shares(policy.sampler), 0
     if shared:
         policy.gather()
@@ -42,7 +42,7 @@ def hand_over(
     policy.park()
     if optimizer is not None:
         optimizer.park()
-    engine.wake([KV_CACHE])
+    policy.ranks.on_all(lambda: engine.wake([KV_CACHE]))
     return moved
 
 
@@ -51,7 +51,10 @@ def take_back(policy: Policy, engine: Engine, optimizer: Optimizer | None = None
 
     Returns the bytes freed, which are free when this returns (engine and policy raise where they are not).
     """
-    freed = engine.sleep([KV_CACHE, WEIGHTS])
+    try:
+        freed = engine.sleep([KV_CACHE, WEIGHTS])
+    except EngineDied:  # so its memory is free, and the next handover starts a new one
+        freed = 0
     freed += policy.reshard()
     policy.unpark()
     if optimizer is not None:
@@ -80,8 +83,10 @@ def _send(policy: Policy, engine: Engine, version: int, bucket_bytes: int) -> in
 
 
 def _compare(policy: Policy, engine: Engine, version: int, bucket_bytes: int, merged: bool) -> None:
-    theirs, wrong = engine.weights(), []
+    theirs, wrong = policy.ranks.on_all(engine.weights), []
     for bucket in policy.buckets(engine.dtype, bucket_bytes, merged):
+        if not engine.team.main:  # another rank compares what this engine holds
+            continue
         wrong += [n for n, t in bucket.items() if n not in theirs or not torch.equal(theirs[n].to(t.device), t.to(theirs[n].dtype))]
     policy.ranks.agree(
         HandoverError(f"after the handover of version {version} the engine's {wrong[0]} differs from the policy's") if wrong else None

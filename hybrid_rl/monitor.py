@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from hybrid_rl.engine.base import EngineStats
 from hybrid_rl.memory import Phases
 from hybrid_rl.ranks import Ranks
 from hybrid_rl.rollout.collector import Batch
@@ -57,6 +58,15 @@ def phase_metrics(phases: Phases, batch: Batch, ranks: Ranks) -> dict[str, Any]:
         "memory_gib": max(p.peak_gib for p in everyone),
         "tokens_per_second": sampled / slowest,
     }
+
+
+def prompt_metrics(before: EngineStats, now: EngineStats, ranks: Ranks) -> dict[str, float]:
+    """Prompt tokens of a step's requests, those that had to be computed, and the share that had not, over all ranks' engines."""
+    asked = now.prompt_tokens - before.prompt_tokens
+    everyone = ranks.all_gather((asked, now.computed_prompt_tokens - before.computed_prompt_tokens))
+    prompt, computed = (sum(counts) for counts in zip(*everyone, strict=True))
+    step = EngineStats(prompt_tokens=prompt, computed_prompt_tokens=computed)
+    return {"prompt_tokens": prompt, "computed_prompt_tokens": computed, "cache_hit_rate": step.cache_hit_rate}
 
 
 def mean_by_source(rewards: Iterable[tuple[str, float]]) -> dict[str, float]:

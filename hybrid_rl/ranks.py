@@ -34,21 +34,30 @@ class Ranks:
     world: int = 1
     local_rank: int = 0
     local_world: int = 1
+    group: dist.ProcessGroup | None = None  # of a team; None is all ranks of the run
 
     @property
     def main(self) -> bool:
         return self.rank == 0
 
-    def share(self, count: int) -> range:
-        """This rank's contiguous part of `count` items; the parts of all ranks differ by at most one item."""
-        return range(count * self.rank // self.world, count * (self.rank + 1) // self.world)
+    def share(self, count: int, team: int = 1) -> range:
+        """This rank's contiguous part of `count` items; the parts differ by at most one item. Of a team, the first rank has it all."""
+        place, parts = self.rank // team, self.world // team
+        return range(0) if self.rank % team else range(count * place // parts, count * (place + 1) // parts)
+
+    def team(self, size: int) -> Ranks:
+        """This rank among its team of `size` neighbours, who agree among themselves; `size` divides the number of ranks."""
+        if size == 1:
+            return Ranks()
+        groups = [dist.new_group(list(range(first, first + size)), backend="gloo") for first in range(0, self.world, size)]
+        return Ranks(self.rank % size, size, self.local_rank % size, size, groups[self.rank // size])
 
     def all_gather(self, value: T) -> list[T]:
         """Every rank's value, in rank order; anything that pickles."""
         if self.world == 1:
             return [value]
         gathered: list[Any] = [None] * self.world
-        dist.all_gather_object(gathered, value)
+        dist.all_gather_object(gathered, value, group=self.group)
         return gathered
 
     def from_main(self, function: Callable[[], T]) -> T:
@@ -61,7 +70,7 @@ class Ranks:
                 outcome[0] = function()
             except Exception as error:  # raised again below, on every rank
                 outcome[1] = error
-        dist.broadcast_object_list(outcome, src=0)
+        dist.broadcast_object_list(outcome, group=self.group, group_src=0)
         if outcome[1] is not None:
             raise outcome[1] if self.main else _elsewhere(outcome[1])
         return outcome[0]
@@ -72,10 +81,20 @@ class Ranks:
         if errors:
             raise error or _elsewhere(errors[0])
 
+    def on_all(self, function: Callable[[], T]) -> T:
+        """Every rank calls `function`; where one of them raises an error, all do."""
+        error = None
+        try:
+            value = function()
+        except Exception as raised:  # raised again below, on every rank
+            error = raised
+        self.agree(error)
+        return value
+
     def sum(self, values: Tensor) -> Tensor:
         """Element-wise sum over ranks, in place."""
         if self.world > 1:
-            dist.all_reduce(values)
+            dist.all_reduce(values, group=self.group)
         return values
 
     @contextmanager
@@ -126,7 +145,8 @@ def join(timeout: float, device: str = "auto") -> Ranks:
     """Join the ranks that the launcher started (environment variables of torchrun); `timeout` s bound every later wait for the others."""
     if not launched():
         return Ranks()
-    ranks = Ranks(*(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")))
+    rank, world, local_rank, local_world = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    ranks = Ranks(rank, world, local_rank, local_world)
     gpu = device != "cpu" and torch.cuda.is_available()
     if gpu:
         torch.cuda.set_device(ranks.local_rank)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hybrid_rl.console import step_line
 from hybrid_rl.evaluate import evaluate
-from hybrid_rl.handover import hand_over, take_back
+from hybrid_rl.handover import take_back
 from hybrid_rl.learner import Learner
 from hybrid_rl.memory import Phases
-from hybrid_rl.monitor import Alarms, phase_metrics, rollout_metrics
+from hybrid_rl.monitor import Alarms, phase_metrics, prompt_metrics, rollout_metrics
 from hybrid_rl.rollout.collector import Collector
 from hybrid_rl.session import Session
 
@@ -22,8 +24,9 @@ def train_rl(s: Session) -> None:
     learner, alarms = Learner(s, start), Alarms()
     optimizer = learner.optimizer
     collector = Collector(
-        engine, s.tasks.rl, policy.tokenizer, s.scorer, s.config.rollout, s.config.seed, s.ranks, s.config.algo, learner.greedy
-    )
+        engine, s.tasks.rl, policy.tokenizer, s.scorer, s.config.rollout, s.config.seed, s.ranks, s.config.algo, learner.greedy,
+        s.revive_engine,
+    )  # fmt: skip
     if s.resumed and start:
         s.resumed.restore_optimizer(optimizer)
         learner.restore(s.resumed.state["learner"])
@@ -31,15 +34,15 @@ def train_rl(s: Session) -> None:
         alarms.restore(s.resumed.state["alarms"])
 
     for step in range(start + 1, config.steps + 1):
-        phases = Phases(policy.device)
+        phases, restarts = Phases(policy.device), s.engine_restarts
         with phases("handover"):
             learner.park()
-            verify = s.config.handover.verify or step == start + 1
-            hand_over(policy, engine, s.version, optimizer, verify=verify, bucket_bytes=s.config.handover.bucket_mib * 2**20)
+            s.hand_over(optimizer, verify=s.config.handover.verify or step == start + 1)
         if config.eval_every and step > 1 and (step - 1) % config.eval_every == 0:
             with phases("evaluate"):
                 evaluate(s, "step", step - 1)
         with phases("rollout"), s.console.progress(f"step {step}: sampling", s.config.rollout.batch_size) as advance:
+            before = replace(engine.stats)
             batch = collector.collect(advance)
         with phases("sleep"):
             take_back(policy, engine, optimizer)
@@ -48,6 +51,7 @@ def train_rl(s: Session) -> None:
             s.version += 1
         s.save_rollouts(f"step_{step:04d}", batch.all_groups, advantages, {group.id for group in batch.groups})
         values = {"step": step, "version": s.version, **rollout_metrics(batch), **trained, **phase_metrics(phases, batch, s.ranks)}
+        values |= {**prompt_metrics(before, engine.stats, s.ranks), "engine_restarts": s.engine_restarts - restarts}
         begun = alarms.check(values)
         # before the checkpoint, which counts its lines: a killed run loses and doubles none
         s.metrics.write("rl", **values, alarms=list(begun))

@@ -16,17 +16,19 @@ from types import MappingProxyType
 import torch
 
 from hybrid_rl import checkpoint
-from hybrid_rl.config import Config, EngineKind, LayoutKind, Offload, OptimizerConfig
+from hybrid_rl.config import Config, Deterministic, EngineKind, LayoutKind, Offload, OptimizerConfig
 from hybrid_rl.console import Console
 from hybrid_rl.data import TaskSets
-from hybrid_rl.engine.base import Engine, EngineError
+from hybrid_rl.engine.base import Engine, EngineDied, EngineError
 from hybrid_rl.engine.local import LocalEngine
 from hybrid_rl.engine.sglang import SGLangEngine
+from hybrid_rl.handover import hand_over
 from hybrid_rl.metrics import Metrics
 from hybrid_rl.policy.critic import Critic
 from hybrid_rl.policy.layout import Layout
 from hybrid_rl.policy.model import Policy
 from hybrid_rl.policy.optimizer import Optimizer
+from hybrid_rl.policy.sharding import local
 from hybrid_rl.ranks import Ranks
 from hybrid_rl.rollout.reward import Scorer
 from hybrid_rl.rollout.store import write_rollouts
@@ -46,6 +48,7 @@ class Session:
     console: Console
     resumed: checkpoint.Checkpoint | None = None
     version: int = 0  # of the policy's weights: the number of RL updates they have seen
+    engine_restarts: int = 0  # times that dead engines were started again
     evaluations: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)  # of what has ended; a resumed run's go on
     running: dict[str, float] = field(default_factory=dict)  # when what goes on now began
@@ -61,6 +64,36 @@ class Session:
     @property
     def layout(self) -> Layout:
         return choose_layout(self.config.policy.layout, self.policy.device)
+
+    def hand_over(self, optimizer: Optimizer | None = None, verify: bool = False) -> None:
+        """The policy's weights to the engine, which is awake then; to a new one where it turns out to be dead. Collective."""
+        while True:
+            try:
+                size = self.config.handover.bucket_mib * 2**20
+                hand_over(self.policy, self.engine, self.version, optimizer, verify=verify, bucket_bytes=size)
+                return
+            except EngineDied as error:
+                self._restart_engine(error, optimizer)
+                verify = True
+
+    def revive_engine(self, error: EngineDied) -> None:
+        """While an engine samples, it died: a new one with the current weights takes its place. Collective."""
+        self._restart_engine(error)
+        self.hand_over(verify=True)
+
+    def _restart_engine(self, error: EngineDied, optimizer: Optimizer | None = None) -> None:
+        """Raises EngineError where that was done engine.restarts times already."""
+        allowed = self.config.engine.restarts
+        if self.engine_restarts >= allowed:
+            raise EngineError(f"the engine died {allowed + 1} times, and engine.restarts={allowed}; {error}")
+        self.engine_restarts += 1
+        self.console.say(f"engine restarted ({self.engine_restarts} of {allowed} times): {str(error).splitlines()[0]}")
+        self.policy.park()  # a new engine takes its memory at once, so the trainer's part must not lie there
+        if optimizer is not None:
+            optimizer.park()
+        self.ranks.on_all(self.engine.restart)
+        self.ranks.on_all(self.engine.sleep)
+        self.policy.unpark()
 
     def resumed_step(self, stage: str) -> int:
         """The step that this stage goes on after; 0 to begin it."""
@@ -116,18 +149,50 @@ def choose_engine(kind: EngineKind, device: torch.device) -> EngineKind:
 
 
 def make_engine(config: Config, policy: Policy, model_folder: Path) -> Engine:
-    """The configured engine; one with memory of its own begins with the folder's weights. Collective."""
-    chosen, capacity = config.engine, config.rollout.max_prompt_tokens + config.rollout.max_tokens
-    if choose_engine(chosen.kind, policy.device) == EngineKind.local:
+    """The configured engine; one with memory of its own begins with the folder's weights. Collective.
+
+    Raises EngineError, on every rank, where it does not start or engine.tensor_parallel does not fit.
+    """
+    chosen, ranks, capacity = config.engine, policy.ranks, config.rollout.max_prompt_tokens + config.rollout.max_tokens
+    width, kind = chosen.tensor_parallel, choose_engine(chosen.kind, policy.device)
+    if width > 1 and kind == EngineKind.local:
+        raise EngineError(f"engine.tensor_parallel={width} is sglang's, and here engine={chosen.kind.value} is local; set it to 1")
+    if ranks.local_world % width:
+        raise EngineError(f"engine.tensor_parallel={width} does not divide the {ranks.local_world} ranks of a node")
+    if kind == EngineKind.local:
         return LocalEngine(policy.sampler, policy.end_ids(), chosen.slots, capacity, policy.device, policy.dtype)
-    engine, problem = None, None
-    try:
-        engine = SGLangEngine(model_folder, policy.end_ids(), chosen.slots, capacity, policy.device, policy.dtype, chosen.memory_fraction)
-    except EngineError as error:  # of this rank's process
-        problem = error
-    policy.ranks.agree(problem)
-    assert engine is not None
-    return engine
+    team, on_gpu = ranks.team(width), policy.device.type == "cuda"
+    deterministic = not on_gpu if chosen.deterministic == Deterministic.auto else chosen.deterministic == Deterministic.always
+    return ranks.on_all(
+        lambda: SGLangEngine(
+            model_folder, policy.end_ids(), chosen.slots, capacity, policy.device, policy.dtype, team=team,
+            memory_fraction=chosen.memory_fraction or (what_is_left(config, policy) if on_gpu else 1.0), deterministic=deterministic,
+            timeout=chosen.timeout, start_timeout=chosen.start_timeout, extra=chosen.arguments,
+        )
+    )  # fmt: skip
+
+
+def what_is_left(config: Config, policy: Policy) -> float:
+    """`memory_fraction` of this rank's GPU as it is before the engine and the optimizer are made."""
+    moments = 8 * sum(local(p).numel() for p in policy.trainable.values()) if config.policy.offload == Offload.none else 0
+    return memory_fraction(torch.cuda.mem_get_info(policy.device)[0], moments + 2 * config.handover.bucket_mib * 2**20)
+
+
+ENGINE_RESERVE = 0.12  # share of the free memory that SGLang needs beside weights and KV cache: activations, CUDA graphs
+
+
+def memory_fraction(free: float, later: float) -> float:
+    """The share of `free` bytes that weights and KV cache may take, where the trainer needs `later` bytes of them while the engine samples.
+
+    Raises EngineError where less than a tenth is left.
+    """
+    left = 1 - ENGINE_RESERVE - later / free
+    if left < 0.1:
+        raise EngineError(
+            f"the engine would have {max(left, 0) * free / 2**30:.1f} GiB of the {free / 2**30:.1f} GiB that are free: the trainer needs "
+            f"{later / 2**30:.1f} GiB; try policy.offload=optimizer, a smaller handover.bucket_mib, more ranks, or set engine.memory_fraction"
+        )
+    return left
 
 
 def make_optimizer(policy: Policy, config: OptimizerConfig, steps: int) -> Optimizer:

@@ -24,7 +24,7 @@ from hybrid_rl.doctor import cores, machine, versions
 from hybrid_rl.engine.base import EngineError
 from hybrid_rl.evaluate import evaluate
 from hybrid_rl.files import FolderInUse, alone_in, write_json, write_text
-from hybrid_rl.handover import HandoverError, hand_over, take_back
+from hybrid_rl.handover import HandoverError, take_back
 from hybrid_rl.launch import after_rank_0
 from hybrid_rl.metrics import Metrics
 from hybrid_rl.plan import print_plan
@@ -102,7 +102,7 @@ def _stages(s: Session) -> None:
 
 
 def _evaluate(s: Session, name: str, step: int = 0) -> None:
-    hand_over(s.policy, s.engine, s.version, bucket_bytes=s.config.handover.bucket_mib * 2**20)
+    s.hand_over()
     evaluate(s, name, step)
     take_back(s.policy, s.engine)
 
@@ -186,7 +186,8 @@ def _resume_point(config: Config, folder: Path) -> checkpoint.Checkpoint | None:
 
 MAY_CHANGE = (
     "resume:", "output_dir:", "rl.steps:", "rl.checkpoint_every:", "rl.keep_checkpoints:", "rl.eval_every:", "ranks:", "rank_timeout:",
-    "policy.shard:", "policy.offload:", "policy.activation_checkpointing:", "handover.",
+    "policy.shard:", "policy.offload:", "policy.activation_checkpointing:", "handover.", "engine.timeout:", "engine.start_timeout:",
+    "engine.restarts:", "engine.memory_fraction:", "engine.tensor_parallel:",
 )  # fmt: skip
 
 

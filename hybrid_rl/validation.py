@@ -83,7 +83,7 @@ def _check_names(overrides: Sequence[Override], folders: Sequence[Path]) -> None
 
 
 PARTS = ("algo.advantage", "algo.loss", "algo.aggregation")
-OPEN = ("data", "reward", *PARTS, "algo.correction")  # their keys are the arguments of functions
+OPEN = ("data", "reward", *PARTS, "algo.correction", "engine.arguments")  # their keys are the arguments of functions
 
 
 def _in_open(override: Override) -> bool:
@@ -204,6 +204,10 @@ def _problems(c: DictConfig) -> Iterator[tuple[str, str]]:
         yield "model.tiny.head_dim", f"must be even (rotary embedding); the nearest is {t.head_dim + 1}"
     if c.engine.kind == EngineKind.sglang and importlib.util.find_spec("sglang") is None:
         yield "engine.kind", "SGLang is not installed; pip install 'hybrid_rl[sglang]', or engine=local"
+    if c.engine.tensor_parallel > 1 and c.engine.kind == EngineKind.local:
+        yield "engine.tensor_parallel", "is sglang's; engine=local holds the whole weights on every rank, set it to 1"
+    elif c.ranks % c.engine.tensor_parallel:
+        yield "engine.tensor_parallel", f"does not divide the {c.ranks} ranks; set ranks to a multiple of it"
     if c.policy.lora.rank > 0 and importlib.util.find_spec("peft") is None:
         yield "policy.lora.rank", "adapters need peft, which is not installed; pip install 'hybrid_rl[lora]'"
     if c.policy.lora.rank > 0 and not c.policy.lora.targets:
@@ -279,7 +283,8 @@ def _needs(part: Any) -> set[str]:
 
 LEAST = {
     "rollout.batch_size": 1, "rollout.group_size": 1, "rollout.max_tokens": 1, "rollout.max_prompt_tokens": 1,
-    "rollout.top_k": 0, "rollout.max_replacements": 0, "rollout.reward_workers": 1, "engine.slots": 1, "policy.row_tokens": 2,
+    "rollout.top_k": 0, "rollout.max_replacements": 0, "rollout.reward_workers": 1, "engine.slots": 1, "engine.tensor_parallel": 1,
+    "engine.restarts": 0, "policy.row_tokens": 2,
     "policy.max_bad_steps": 1, "policy.shard": 0, "policy.lora.rank": 0, "policy.lora.alpha": 1, "handover.bucket_mib": 1,
     "sft.steps": 0, "sft.batch_size": 1, "sft.checkpoint_every": 0, "rl.steps": 0, "algo.minibatches": 1, "algo.epochs": 1,
     "algo.kl.horizon": 1, "algo.critic.warmup_steps": 0, "algo.critic.optimizer.warmup_steps": 0,
@@ -290,7 +295,7 @@ LEAST = {
 }  # fmt: skip
 BETWEEN = {
     "rollout.top_p": (1e-6, 1.0),
-    "engine.memory_fraction": (0.05, 0.95),
+    "engine.memory_fraction": (0, 0.95),
     "sft.curriculum": (0, 1),
     "sft.label_smoothing": (0, 0.9),
     "algo.overlong_share": (0, 1),
@@ -300,7 +305,7 @@ BETWEEN = {
 }
 NOT_NEGATIVE = ("algo.kl.coef", "algo.kl.target", "algo.entropy_coef", "algo.overlong_penalty", "algo.critic.clip")
 POSITIVE = (
-    "rank_timeout", "rollout.temperature", "rollout.reward_timeout",
+    "rank_timeout", "engine.timeout", "engine.start_timeout", "rollout.temperature", "rollout.reward_timeout",
     *(f"{stage}.optimizer.{key}" for stage in ("sft", "rl", "algo.critic") for key in ("lr", "eps", "max_grad_norm")),
     "model.tiny.rope_theta", "model.tiny.init_std",
 )  # fmt: skip

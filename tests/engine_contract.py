@@ -98,6 +98,12 @@ class EngineContract:
         fewer = collect(engine, wanted, Sampling(max_tokens=5))
         assert all(fewer[i].token_ids == expected[i].token_ids[:5] for i in expected)
 
+    def test_a_seed_has_its_tokens_whatever_was_sampled_before(self, engine: Engine) -> None:
+        expected = tokens(collect(engine, requests(), Sampling(max_tokens=12)))
+        for other in (Sampling(temperature=0.0, max_tokens=12), Sampling(top_k=3, max_tokens=5), Sampling(temperature=0.0, max_tokens=1)):
+            collect(engine, requests(), other)
+            assert tokens(collect(engine, requests(), Sampling(max_tokens=12))) == expected
+
     def test_other_seeds_give_other_tokens(self, engine: Engine) -> None:
         first, other = (collect(engine, requests(first_seed=seed), Sampling(max_tokens=12)) for seed in (0, 1000))
         same = collect(engine, [Request(i, PROMPTS[2], seed=7) for i in range(3)], Sampling(max_tokens=12))

@@ -14,7 +14,11 @@ REVERSE = "+recipe=reverse"
 
 # override(s) → what the line must contain
 BAD = [
-    ([REVERSE, "engine.memory_fraction=1"], "engine.memory_fraction=1.0 (command line): must be between 0.05 and 0.95"),
+    ([REVERSE, "engine.memory_fraction=1"], "engine.memory_fraction=1.0 (command line): must be between 0 and 0.95"),
+    ([REVERSE, "engine=local", "engine.tensor_parallel=2"], "engine.tensor_parallel=2 (command line): is sglang's; engine=local"),
+    ([REVERSE, "ranks=3", "engine.tensor_parallel=2"], "engine.tensor_parallel=2 (command line): does not divide the 3 ranks"),
+    ([REVERSE, "engine.arguments.tp=2"], "engine.arguments.tp=2 (command line): there is no such key"),
+    ([REVERSE, "engine.timeout=0"], "engine.timeout=0.0 (command line): must be a number above 0"),
     ([], "no recipe was chosen; add +recipe=NAME, there are: reverse"),
     (["+recipe=revers"], "recipe=revers (command line): there is no such choice; there are: reverse"),
     ([REVERSE, "rollout.group_sise=8"], "rollout.group_sise=8 (command line): there is no such key; did you mean rollout.group_size?"),

@@ -26,7 +26,7 @@ from hybrid_rl.session import choose_engine
 from tests.engine_contract import PROMPTS, EngineContract, checkpoint, collect, requests, tokens
 
 KV_TOKENS = 65536  # 32 MiB in the tiny models: enough to be seen in the memory of a process
-SUPPORTED = ["qwen3", "staggered", "llama", "qwen2", "granite", "phi3"]  # SGLang's gemma differs from transformers' by up to 1e-3 nats
+SUPPORTED = ["qwen3", "staggered", "llama", "qwen2", "granite", "phi3"]
 ALIVE = 8  # engines at a time; those that wait use no processor
 
 
@@ -52,7 +52,7 @@ def make_engine(engines: dict[tuple, SGLangEngine]) -> Callable[..., SGLangEngin
     def make(folder: Path, slots: int = 8, capacity: int = 64) -> SGLangEngine:
         key = (folder, slots, capacity)
         engine = engines.pop(key, None)
-        if engine is not None and engine._process.poll() is None:
+        if engine is not None and not engine._host.dead:
             engine.abort()
             engine.wake([KV_CACHE, WEIGHTS])
             engine.update_weights([checkpoint(folder)], version=0)
@@ -74,6 +74,10 @@ class TestSGLangEngine(EngineContract):
     @pytest.fixture(params=SUPPORTED)
     def any_folder(self, request: pytest.FixtureRequest, folder_of) -> Path:
         return folder_of(request.param)
+
+    @pytest.mark.parametrize("name", ["qwen3", "llama", "phi3"])  # embeddings tied, untied, untied
+    def test_after_new_weights_nothing_of_the_old_ones_is_left(self, make_engine, folder_of, name: str) -> None:
+        super().test_after_new_weights_nothing_of_the_old_ones_is_left(make_engine, folder_of, name)
 
     def test_a_groups_prompt_is_computed_once(self, make_engine, tiny_folder: Path) -> None:
         """SGLang's form of it: a request that comes when its prompt is known computes the last token alone."""
@@ -101,6 +105,24 @@ class TestSGLangEngine(EngineContract):
         for call in (engine.sleep, engine.wake):
             with pytest.raises(EngineError, match="cuda_graph"):
                 call(["cuda_graph"])
+
+
+def test_twenty_turns_change_no_token_and_keep_no_memory(make_engine, folder_of) -> None:
+    """Sleep, wake and new weights, two sets of them by turns: the greedy tokens are each set's own, and its processes do not grow."""
+    sampling, sets = Sampling(temperature=0.0, max_tokens=8), [checkpoint(folder_of("llama", seed=seed)) for seed in (0, 1)]
+    engine, resident, seen = make_engine(folder_of("llama")), [], ([], [])
+    for version in range(1, 21):
+        engine.sleep([KV_CACHE, WEIGHTS])
+        engine.wake([WEIGHTS])
+        engine.update_weights([sets[version % 2]], version)
+        engine.wake([KV_CACHE])
+        out = collect(engine, requests(size=2), sampling)
+        seen[version % 2].append(tokens(out))
+        assert {tuple(c.versions) for c in out.values()} == {((version, 8),)}
+        resident.append(engine._host.resident())
+    assert all(out == each[0] for each in seen for out in each)
+    assert seen[0][0] != seen[1][0]
+    assert min(resident[-5:]) - min(resident[2:7]) < 16 * 2**20
 
 
 @pytest.mark.parametrize("ids", [[5, 100_000], [-1], [320]], ids=str)
@@ -131,13 +153,19 @@ def test_a_tied_weight_may_come_under_its_other_name(make_engine, folder_of) -> 
     )
 
 
+@pytest.mark.parametrize("name", ["gemma", "qwen3_moe"])
+def test_a_model_that_could_not_be_compared_is_refused(folder_of, name: str) -> None:
+    with pytest.raises(EngineError, match=f"{name} in another form.*engine=local"):
+        SGLangEngine(folder_of(name), frozenset([257]), 8, 64)
+
+
 @pytest.mark.parametrize("victim", ["scheduler", "host"])
 @pytest.mark.parametrize("moment", ["idle", "sampling"])
 def test_a_dead_engine_is_an_error_and_hurts_nobody(tiny_folder: Path, victim: str, moment: str) -> None:
     engine, bystander = start(tiny_folder), subprocess.Popen(["sleep", "600"])
     try:
         stream = engine.generate(requests(), Sampling(max_tokens=30)) if moment == "sampling" else None
-        host = psutil.Process(engine._process.pid)
+        host = psutil.Process(engine._host.pid)
         family = [host, *host.children(recursive=True)]
         os.kill(next(p.pid for p in family if "scheduler" in p.name()) if victim == "scheduler" else host.pid, signal.SIGKILL)
         with pytest.raises(EngineError, match="has ended"):
@@ -157,7 +185,7 @@ def test_a_dead_engine_is_an_error_and_hurts_nobody(tiny_folder: Path, victim: s
 
 def test_close_ends_its_own_processes_alone(tiny_folder: Path) -> None:
     engine, bystander = start(tiny_folder), subprocess.Popen(["sleep", "600"])
-    host = psutil.Process(engine._process.pid)
+    host = psutil.Process(engine._host.pid)
     family = [host, *host.children(recursive=True)]
     assert len(family) >= 2
     engine.close()
@@ -173,7 +201,7 @@ def test_close_ends_its_own_processes_alone(tiny_folder: Path) -> None:
 def test_a_process_that_is_killed_leaves_no_engine_behind(tiny_folder: Path) -> None:
     program = (
         "import sys, time\nfrom hybrid_rl.engine.sglang import SGLangEngine\n"
-        f"engine = SGLangEngine({str(tiny_folder)!r}, frozenset([257]), 4, 64)\nprint(engine._process.pid, flush=True)\ntime.sleep(600)"
+        f"engine = SGLangEngine({str(tiny_folder)!r}, frozenset([257]), 4, 64)\nprint(engine._host.pid, flush=True)\ntime.sleep(600)"
     )
     owner = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None

@@ -53,3 +53,30 @@ def failing_third(ranks: Ranks) -> str:
 def test_an_error_of_one_rank_is_raised_on_all():
     assert on_ranks(2, failing_main) == ["ZeroDivisionError: division by zero"] * 2
     assert on_ranks(3, failing_third) == ["rank 2 cannot"] * 3
+
+
+def test_the_first_rank_of_a_team_has_its_whole_share():
+    assert [list(Ranks(r, 6).share(7, team=2)) for r in range(6)] == [[0, 1], [], [2, 3], [], [4, 5, 6], []]
+    assert [list(Ranks(r, 4).share(3, team=4)) for r in range(4)] == [[0, 1, 2], [], [], []]
+
+
+def in_teams(ranks: Ranks) -> tuple:
+    team = ranks.team(2)
+    said = team.all_gather(ranks.rank)
+    heard = team.from_main(lambda: f"from {ranks.rank}")
+    try:
+        team.on_all(lambda: 1 // (3 - ranks.rank))  # of the last rank alone
+        failed = ""
+    except ZeroDivisionError as error:
+        failed = str(error)
+    return team.rank, team.world, said, heard, failed, ranks.all_gather(ranks.rank)
+
+
+def test_teams_agree_among_themselves():
+    zero, everyone = "integer division or modulo by zero", [0, 1, 2, 3]
+    assert on_ranks(4, in_teams) == [
+        (0, 2, [0, 1], "from 0", "", everyone),
+        (1, 2, [0, 1], "from 0", "", everyone),
+        (0, 2, [2, 3], "from 2", zero, everyone),
+        (1, 2, [2, 3], "from 2", zero, everyone),
+    ]

@@ -51,7 +51,7 @@ class Recorder(LocalEngine):
         super().set_version(version)
 
 
-def session(policy, tmp_path, reward: str, **rl) -> Session:
+def session(policy, tmp_path, reward: str, engine: LocalEngine | None = None, **rl) -> Session:
     tasks = {name: [Task(f"{name}{i}", ({"role": "user", "content": "x" * (i + 1)},), str(i)) for i in range(8)] for name in ("rl", "eval")}
     config = Config(
         rollout=RolloutConfig(batch_size=4, group_size=2, max_tokens=6, max_prompt_tokens=40, max_replacements=1),
@@ -59,10 +59,9 @@ def session(policy, tmp_path, reward: str, **rl) -> Session:
         eval=EvalConfig(max_tasks=2),
     )
     scorer = Scorer({"_target_": f"tests.rewards.{reward}"}, workers=1, timeout=5)
-    metrics = Metrics(tmp_path / "metrics.jsonl")
-    return Session(
-        config, tmp_path, tmp_path, policy, Recorder(policy), TaskSets([], tasks["rl"], tasks["eval"]), scorer, metrics, Console()
-    )
+    metrics = Metrics(tmp_path / "metrics.jsonl" if policy.ranks.main else None)
+    console, engine = Console(quiet=not policy.ranks.main), engine or Recorder(policy)
+    return Session(config, tmp_path, tmp_path, policy, engine, TaskSets([], tasks["rl"], tasks["eval"]), scorer, metrics, console)
 
 
 def noted(engine, call, real):

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from hybrid_rl.ranks import Ranks
 from hybrid_rl.types import FinishReason
 
 KV_CACHE, WEIGHTS = "kv_cache", "weights"  # the tags of sleep and wake
@@ -16,6 +17,10 @@ KV_CACHE, WEIGHTS = "kv_cache", "weights"  # the tags of sleep and wake
 
 class EngineError(RuntimeError):
     """The engine cannot do what was asked, and says what to change."""
+
+
+class EngineDied(EngineError):
+    """The engine is gone, or no longer answers, through no fault of the caller: `restart` makes a new one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +85,13 @@ class EngineStats:
 
 
 class Engine(Protocol):
-    """The protocol. All calls come from one thread; between two items of `generate` the consumer may call `abort`."""
+    """The protocol. All calls come from one thread; between two items of `generate` the consumer may call `abort`.
 
+    An engine may span several ranks, its `team`: the first of them alone samples and compares weights, and the others are given no
+    request; all other calls the ranks of a team make together.
+    """
+
+    team: Ranks
     version: int  # of the weights that sample now; -1 before the first handover
     stats: EngineStats
     dtype: torch.dtype  # of its weights: a handover casts to it
@@ -102,7 +112,7 @@ class Engine(Protocol):
         """Whether the engine samples from this very module, so that a handover has nothing to copy."""
 
     def weights(self) -> dict[str, Tensor]:
-        """The engine's weights by the names of the policy's state_dict, for comparison."""
+        """The engine's weights by the names of the policy's state_dict, for comparison; nothing where another rank of the team has them."""
 
     def update_weights(self, buckets: Iterable[dict[str, Tensor]], version: int) -> None:
         """Copy new weights in; a bucket is read before the next one is asked for.
@@ -112,6 +122,9 @@ class Engine(Protocol):
 
     def set_version(self, version: int) -> None:
         """New weights are in place (shared memory): forget everything computed under the old ones."""
+
+    def restart(self) -> None:
+        """After EngineDied: a new engine, awake, that wants weights before it samples. Does nothing to one that is well."""
 
     def close(self) -> None: ...
 

@@ -31,6 +31,7 @@ from hybrid_rl.engine.base import (
 )
 from hybrid_rl.engine.kv_cache import Decode, KVCache, Prefill
 from hybrid_rl.engine.sampling import sample, uniforms
+from hybrid_rl.ranks import Ranks
 from hybrid_rl.types import FinishReason
 
 PREFILL_TOKENS = 8192  # prompt tokens that go through the model in one forward pass
@@ -80,7 +81,7 @@ class LocalEngine:
         dtype: torch.dtype = torch.float32,
     ):  # fmt: skip
         self.model, self.slots, self.capacity = model, slots, capacity
-        self.version = -1
+        self.team, self.version = Ranks(), -1
         self.stats = EngineStats()
         self.dtype, self._device = dtype, torch.device(device)
         self._ends = np.zeros(max(model.get_output_embeddings().weight.shape[0], max(end_ids) + 1), dtype=bool)  # [V]: ends a completion
@@ -250,6 +251,9 @@ class LocalEngine:
 
     def wake(self, tags: Iterable[str] = (KV_CACHE,)) -> None:
         self._asleep -= known_tags(tags)
+
+    def restart(self) -> None:
+        """It ends with the process that it is in, so there is never anything to start again."""
 
     def close(self) -> None:
         self.abort()

@@ -1,40 +1,28 @@
 """SGLang as the engine: its own process and memory, to which a handover copies the weights.
 
 The process is `hybrid_rl.engine.sglang_host`. What SGLang would take without a word or die of (unknown names, wrong shapes, ids outside
-the vocabulary, memory given back under running requests) is refused here, before it is asked. Tensor parallelism is 1.
+the vocabulary, memory given back under running requests) is refused here, before it is asked.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import io
 import json
-import math
 import multiprocessing
-import os
-import socket
-import subprocess
-import sys
 import tempfile
 import time
-import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from multiprocessing.connection import Connection
-from multiprocessing.reduction import ForkingPickler
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-import psutil
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoConfig
 
 from hybrid_rl.engine.base import (
     KV_CACHE,
     WEIGHTS,
     Completion,
+    EngineDied,
     EngineError,
     EngineStats,
     Request,
@@ -43,11 +31,13 @@ from hybrid_rl.engine.base import (
     check_request,
     known_tags,
 )
+from hybrid_rl.engine.sglang_process import HostProcess
+from hybrid_rl.engine.sglang_weights import Checkpoint, payload
+from hybrid_rl.ranks import Ranks
 
-# SGLang's one matrix for several of a checkpoint's, stacked in this order
-STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-TIED = ("model.embed_tokens.weight", "lm_head.weight")
-LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")  # ours, not the engine's
+FRESH = "the engine is new; hand its weights over with update_weights() first"
+SLEPT = "the weights were given back; hand them over with update_weights() first"
+UNFINISHED = "the last weight update did not finish; hand the weights over again"
 
 
 class _Run:
@@ -63,73 +53,107 @@ class _Run:
 class SGLangEngine:
     """`slots` completions at a time, each of at most `capacity` tokens, prompt included; the model is read from `folder`.
 
-    On a GPU weights and KV cache together take `memory_fraction` of the device; on the CPU the cache holds `slots` full completions.
-    `extra` are more arguments of `sglang.Engine`, and win. Raises EngineError where SGLang is missing or does not start.
+    The ranks of a `team` make one engine with tensor parallelism: its first rank has SGLang's process, which computes on the devices of
+    all of them. On a GPU weights and KV cache together take `memory_fraction` of what is free; on the CPU the cache holds `slots` full
+    completions. Without `deterministic` a request's tokens depend on what else runs, and its seed on nothing: samples differ all the
+    same. `timeout` s without an answer or progress is death. `extra` are more arguments of `sglang.Engine`, and win.
+    Raises EngineError where SGLang is missing or has not started within `start_timeout` s.
     """
 
     def __init__(
         self, folder: str | Path, end_ids: frozenset[int], slots: int, capacity: int, device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32, memory_fraction: float = 0.5, extra: Mapping[str, Any] | None = None,
+        dtype: torch.dtype = torch.float32, *, team: Ranks | None = None, memory_fraction: float = 0.5, deterministic: bool = True,
+        timeout: float = 300.0, start_timeout: float = 1800.0, extra: Mapping[str, Any] | None = None,
     ):  # fmt: skip
         if importlib.util.find_spec("sglang") is None:
             raise EngineError("engine=sglang needs SGLang, which is not installed; pip install 'hybrid_rl[sglang]', or engine=local")
-        self.slots, self.capacity, self.dtype = slots, capacity, dtype
+        self.slots, self.capacity, self.dtype, self.team = slots, capacity, dtype, team or Ranks()
         self.version = -1
         self.stats = EngineStats()
-        self._device = torch.device(device)
-        self._ends = sorted(end_ids)
-        self._shapes = _checkpoint_shapes(Path(folder))
-        config = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
-        self._vocabulary, self._tied = int(config.vocab_size), bool(config.tie_word_embeddings)
-        self._asleep: set[str] = set()
-        self._broken: str | None = None
-        self._run = _Run([])
-        arguments = self._arguments(str(folder), memory_fraction) | dict(extra or {})
-        self._process, self._connection, self._log = _start(arguments)
-        self._close = weakref.finalize(self, _end, self._process, self._connection)  # also at exit, where nobody called close()
-        kind, facts = self._receive()
-        if kind != "ready":
-            self.close()
-            raise EngineError(f"SGLang did not start: {facts}")
-        if capacity > facts["input"]:
-            self.close()
-            room = facts["input"]
-            raise EngineError(f"completions of {capacity} tokens, prompt included: SGLang has room for {room}, by model or memory")
-        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        self.stats.peak_kv_bytes = 2 * config.num_hidden_layers * heads * head * facts["tokens"] * dtype.itemsize
+        self._device, self._ends = torch.device(device), sorted(end_ids)
+        self._limits = (start_timeout, timeout)
+        self._checkpoint = Checkpoint.read(Path(folder))
+        self._arguments = self._defaults(str(folder), memory_fraction, deterministic) | dict(extra or {})
+        self._share_key()
+        self._host: HostProcess | None = None  # of the first rank of a team alone
+        self._broken: EngineError | None = None
+        self._start()
 
-    def _arguments(self, folder: str, memory_fraction: float) -> dict[str, Any]:
+    def _defaults(self, folder: str, memory_fraction: float, deterministic: bool) -> dict[str, Any]:
         arguments: dict[str, Any] = {
             "model_path": folder, "dtype": str(self.dtype).removeprefix("torch."), "skip_tokenizer_init": True, "random_seed": 0,
-            "max_running_requests": self.slots, "enable_memory_saver": True, "enable_deterministic_inference": True,
-            "sampling_backend": "pytorch", "weight_version": str(self.version), "log_level": "error",
+            "max_running_requests": self.slots, "enable_memory_saver": True, "enable_deterministic_inference": deterministic,
+            "weight_version": "-1", "log_level": "error", "tp_size": self.team.world,
             "sleep_on_idle": True,  # or its loop keeps a core busy while we train
             "json_model_override_args": json.dumps({"eos_token_id": self._ends}), "device": self._device.type,
         }  # fmt: skip
         if self._device.type == "cpu":
             tokens = (self.slots + 1) * self.capacity + 64
-            return arguments | {"attention_backend": "torch_native", "disable_cuda_graph": True, "max_total_tokens": tokens}
+            cpu = {"attention_backend": "torch_native", "sampling_backend": "pytorch", "disable_cuda_graph": True}
+            return arguments | cpu | {"max_total_tokens": tokens}
         return arguments | {"mem_fraction_static": memory_fraction, "base_gpu_id": self._device.index or 0}
+
+    def _share_key(self) -> None:
+        """Tensors in the host's memory are shared by those who know one key; SGLang's processes get that of the team's first rank."""
+        if self.team.world > 1:
+            multiprocessing.current_process().authkey = self.team.from_main(lambda: bytes(multiprocessing.current_process().authkey))
+
+    def _start(self) -> None:
+        self._asleep: set[str] = set()
+        self._filters: tuple[bool, int, float] | None = None  # of the run before
+        self._run = _Run([])
+        facts = self.team.from_main(self._new_host)
+        if self.capacity > facts["input"]:
+            self.close()
+            room = facts["input"]
+            raise EngineError(f"completions of {self.capacity} tokens, prompt included: SGLang has room for {room}, by model or memory")
+        self.stats.peak_kv_bytes = self._checkpoint.kv_bytes(facts["tokens"], self.dtype)
+
+    def _new_host(self) -> dict[str, Any]:
+        self._host = HostProcess(self._arguments, *self._limits)
+        return self._host.facts
+
+    def restart(self) -> None:
+        if self._died:
+            self._start()
+            self.version, self._broken = -1, EngineError(FRESH)  # what the folder holds is older than the policy
+
+    @property
+    def _died(self) -> bool:
+        """Whether the process of the team is dead."""
+        return self.team.from_main(lambda: self._host is None or self._host.dead)
 
     # ---- sampling -------------------------------------------------------------------------------------------------------
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
         if self._asleep or self._broken:
-            raise EngineError(f"generate() while {sorted(self._asleep)} sleep; wake() them first" if self._asleep else self._broken)
+            raise self._broken or EngineError(f"generate() while {sorted(self._asleep)} sleep; wake() them first")
+        if requests and not self.team.main:
+            raise EngineError("generate() on a rank whose engine another rank asks")
         self._idle("generate()")
         for request in requests:
             self._check(request, sampling)
         self._run = _Run(requests, self._run.number + 1, sampling.max_tokens)
         if requests:
+            self._change_filters((sampling.temperature == 0, sampling.top_k, sampling.top_p))
             items = [(i, [*r.prompt_ids, *r.sampled_ids], self._parameters(r, sampling)) for i, r in self._run.open.items()]
-            self._tell("generate", self._run.number, items)
+            self._ask("generate", self._run.number, items)
         return self._drain(self._run)
+
+    def _change_filters(self, filters: tuple[bool, int, float]) -> None:
+        """A batch that once held a greedy or filtered row draws from sorted probabilities as long as it lives, and the same seed then
+        gives other tokens: new requests must not join it."""
+        before, self._filters = self._filters, filters
+        if before not in (None, filters):
+            try:
+                self._own.call("flush")
+            except EngineDied as error:
+                raise self._lost(error) from None
 
     def _drain(self, run: _Run) -> Iterator[Completion]:
         try:
             while self._run is run and (run.open or run.finished):
-                if not run.finished or (run.open and self._connection.poll(0)):  # a batch of answers at a time
+                if not run.finished or (run.open and self._own.waits()):  # a batch of answers at a time
                     self._next(run)
                 else:
                     yield run.finished.pop(0)
@@ -141,7 +165,7 @@ class SGLangEngine:
     def abort(self) -> list[Completion]:
         run = self._run
         if run.open:
-            self._tell("abort", run.number)
+            self._ask("abort", run.number)
             while self._next(run):
                 pass
         aborted, run.aborted = run.aborted, []
@@ -149,8 +173,11 @@ class SGLangEngine:
 
     def _next(self, run: _Run) -> bool:
         """Take in one message of a run; returns False at its end by abort."""
-        kind, number, *rest = self._receive()
-        if number != run.number:  # of a run that ended in an error
+        try:
+            kind, number, *rest = self._own.receive()
+        except EngineDied as error:
+            raise self._lost(error) from None
+        if number != run.number or kind == "progress":  # of a run that ended in an error
             return True
         if kind == "aborted":
             return False
@@ -159,7 +186,7 @@ class SGLangEngine:
         request = run.open.pop(rest[0])
         if kind == "refused":
             run.open.clear()
-            self._tell("abort", number)
+            self._ask("abort", number)
             raise EngineError(f"SGLang refused request {request.id}: {rest[1]}")
         _, ids, logprobs, facts = rest
         completion = self._completion(request, ids, logprobs, facts, run.max_tokens)
@@ -192,8 +219,10 @@ class SGLangEngine:
     def _check(self, request: Request, sampling: Sampling) -> None:
         check_request(request, sampling, self.capacity)
         ids = (*request.prompt_ids, *request.sampled_ids)
-        if not 0 <= min(ids) <= max(ids) < self._vocabulary:
-            raise EngineError(f"request {request.id} has an id outside the vocabulary of {self._vocabulary}: {min(ids)} … {max(ids)}")
+        if not 0 <= min(ids) <= max(ids) < self._checkpoint.vocabulary:
+            raise EngineError(
+                f"request {request.id} has an id outside the vocabulary of {self._checkpoint.vocabulary}: {min(ids)} … {max(ids)}"
+            )
 
     def _idle(self, what: str) -> None:
         if self._run.open:
@@ -211,7 +240,7 @@ class SGLangEngine:
         self._call("release", sorted(wanted))
         self._asleep |= wanted
         if WEIGHTS in wanted:
-            self._broken = "the weights were given back; hand them over with update_weights() first"
+            self._broken = EngineError(SLEPT)
         return max(0, before - self._used())
 
     def wake(self, tags: Iterable[str] = (KV_CACHE,)) -> None:
@@ -221,19 +250,17 @@ class SGLangEngine:
             self._asleep.discard(tag)
 
     def _used(self) -> int:
-        """Bytes of the device in use; on the CPU those of SGLang's processes."""
+        """Bytes of this rank's device in use; on the CPU those of SGLang's processes."""
         if self._device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self._device)
             return total - free
-        try:
-            return sum(child.memory_info().rss for child in psutil.Process(self._process.pid).children(recursive=True))
-        except psutil.NoSuchProcess:
-            raise self._ended() from None
+        return self._host.resident() if self._host else 0
 
     def close(self) -> None:
         self._run = _Run([], self._run.number)
-        self._broken = "the engine is closed"
-        self._close()
+        self._broken = EngineError("the engine is closed")
+        if self._host:
+            self._host.close()
 
     # ---- weights --------------------------------------------------------------------------------------------------------
 
@@ -249,135 +276,76 @@ class SGLangEngine:
         self._idle("new weights")
         if WEIGHTS in self._asleep:
             raise EngineError("update_weights() while the weights sleep; wake() them first")
-        missing = set(self._shapes)
-        self._broken = "the last weight update did not finish; hand the weights over again"
+        missing = set(self._checkpoint.shapes)
+        self._broken = EngineError(UNFINISHED)
         self._call("begin")
         try:
-            for bucket in buckets:
-                named = [(self._own_name(name, tensor), tensor) for name, tensor in bucket.items()]
-                if named:
-                    self._call("load", [self._payload(named)])
-                missing -= {name for name, _ in named}
+            for names, payloads in self._payloads(buckets):
+                self._call("load", payloads)  # read by all of SGLang's ranks when this returns
+                missing -= names
             if missing:
-                names = sorted(missing)
-                raise EngineError(f"update_weights: no new value for {', '.join(names[:3])}{' …' if len(names) > 3 else ''}")
-        finally:
-            if self._process.poll() is None:
-                self._call("end")
+                absent = ", ".join(sorted(missing)[:3])
+                raise EngineError(f"update_weights: no new value for {absent}{' …' if len(missing) > 3 else ''}")
+        except EngineDied:
+            raise
+        except Exception:
+            self._call("end")
+            raise
+        self._call("end")
         self.set_version(version)
         self._broken = None
 
-    def _own_name(self, name: str, tensor: Tensor) -> str:
-        """The checkpoint's name of a weight; a tied one may come under either of its two."""
-        if self._tied and name in TIED and name not in self._shapes:
-            name = next(other for other in TIED if other != name)
-        if name not in self._shapes:
-            raise EngineError(f"update_weights: unknown name {name!r}")
-        if tuple(tensor.shape) != self._shapes[name]:
-            raise EngineError(f"update_weights: {name} has shape {tuple(tensor.shape)}, the engine's is {self._shapes[name]}")
-        return name
+    def _payloads(self, buckets: Iterable[dict[str, Tensor]]) -> Iterator[tuple[set[str], list[bytes]]]:
+        """For each bucket the checkpoint's names, and where its copies lie on the devices of the whole team. An error of one rank is one of all."""
+        walk = iter(buckets)
 
-    def _payload(self, named: list[tuple[str, Tensor]]) -> bytes:
-        """One flat tensor in memory that SGLang's processes can map, and what lies where in it."""
-        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+        def next_one() -> tuple[set[str], bytes] | None:
+            for bucket in walk:
+                if named := [(self._checkpoint.own_name(name, tensor), tensor) for name, tensor in bucket.items()]:
+                    return {name for name, _ in named}, payload(named, self._device, self.dtype)
+            return None
 
-        held = [(name, tensor.detach().to(self._device, self.dtype if tensor.is_floating_point() else None)) for name, tensor in named]
-        bucket = FlattenedTensorBucket(named_tensors=held)
-        buffer = io.BytesIO()
-        ForkingPickler(buffer).dump({"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()})
-        return buffer.getvalue()
+        while (made := self.team.on_all(next_one)) is not None:
+            yield made[0], self.team.all_gather(made[1])
 
     def weights(self) -> dict[str, Tensor]:
         """Read back through a file, by the checkpoint's names. Raises EngineError for one that SGLang stores in another form."""
         if WEIGHTS in self._asleep:
             raise EngineError("weights() while they sleep; wake() them first")
-        with tempfile.TemporaryDirectory() as folder:
-            self._call("save", folder)
-            own = {name: tensor for file in Path(folder).glob("*.safetensors") for name, tensor in load_file(file).items()}
-        held = {name: self._part(own, name) for name in self._shapes}
-        if self._tied:
-            held |= dict.fromkeys(TIED, next(held[name] for name in TIED if name in held))
-        return held
 
-    def _part(self, own: dict[str, Tensor], name: str) -> Tensor:
-        rows = self._shapes[name][0]
-        for alias in (name, *(TIED if self._tied and name in TIED else ())):
-            if alias in own:
-                return own[alias][:rows]  # the vocabulary is padded
-        head, _, leaf = name.rpartition(".")
-        head, _, part = head.rpartition(".")
-        for stacked, parts in STACKED.items():
-            if part in parts and (whole := own.get(f"{head}.{stacked}.{leaf}")) is not None:
-                before = sum(self._shapes[f"{head}.{other}.{leaf}"][0] for other in parts[: parts.index(part)])
-                return whole[before : before + rows]
-        raise EngineError(f"{name} cannot be compared: SGLang stores it in another form")
+        def read() -> dict[str, Tensor]:
+            with tempfile.TemporaryDirectory() as folder:
+                self._own.call("save", folder)
+                return self._checkpoint.whole(Path(folder))
+
+        held: list[dict[str, Tensor]] = []
+        self._together(lambda: held.append(read()))
+        return held[0] if held else {}
 
     # ---- the other process ----------------------------------------------------------------------------------------------
 
+    @property
+    def _own(self) -> HostProcess:
+        assert self._host is not None  # a rank that only follows asks nothing
+        return self._host
+
     def _call(self, operation: str, *arguments: object) -> None:
-        self._tell(operation, *arguments)
-        while (answer := self._receive())[0] not in ("done", "failed"):  # of a run that ended in an error
-            pass
-        kind, value = answer
-        if kind == "failed":
-            raise EngineError(f"SGLang answered: {value}")
+        self._together(lambda: self._own.call(operation, *arguments))
 
-    def _tell(self, *message: object) -> None:
+    def _together(self, function: Callable[[], None]) -> None:
+        """The team's first rank calls `function`, and the others wait for it."""
         try:
-            self._connection.send(message)
-        except OSError:
-            raise self._ended() from None
+            self.team.from_main(function)
+        except EngineDied as error:
+            raise self._lost(error) from None
 
-    def _receive(self) -> Any:
+    def _ask(self, *message: object) -> None:
         try:
-            return self._connection.recv()
-        except (EOFError, OSError):
-            raise self._ended() from None
+            self._own.tell(*message)
+        except EngineDied as error:
+            raise self._lost(error) from None
 
-    def _ended(self) -> EngineError:
+    def _lost(self, error: EngineDied) -> EngineDied:
         self._run = _Run([], self._run.number)
-        if self._connection.closed:
-            return EngineError("the engine is closed")
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-        self._log.seek(0)
-        said = self._log.read().decode(errors="replace").strip()
-        self._broken = f"SGLang's process has ended with code {self._process.wait()}; make a new engine. Its last lines:\n{said[-2000:]}"
-        return EngineError(self._broken)
-
-
-def _start(arguments: dict[str, Any]) -> tuple[subprocess.Popen[bytes], Connection, IO[bytes]]:
-    """In a session of its own: a Ctrl-C here is for us to deal with."""
-    ours, theirs = socket.socketpair()
-    log = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the engine
-    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHERS and not name.startswith("TORCHELASTIC")}
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")) if path)
-    command = [sys.executable, "-m", "hybrid_rl.engine.sglang_host", str(theirs.fileno())]
-    with theirs:
-        process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
-    connection = Connection(ours.detach())
-    connection.send((bytes(multiprocessing.current_process().authkey), arguments))
-    return process, connection, log
-
-
-def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:
-    connection.close()  # which it takes as the end
-    try:
-        process.wait(30)
-    except subprocess.TimeoutExpired:
-        process.kill()  # its children end with it
-        process.wait()
-
-
-def _checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as opened:
-            shapes |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
-    if not shapes or not all(math.prod(shape) for shape in shapes.values()):
-        raise EngineError(f"{folder} has no weights in *.safetensors files")
-    return shapes
+        self._broken = error
+        return error

@@ -4,30 +4,40 @@ SGLang expects a process of its own: it sets signal handlers, environment variab
 every child when it shuts down, and kills the process that called it when its scheduler dies. Here that harms nobody.
 
 Messages in: ("generate", run, [(position, input ids, sampling parameters)…]), ("abort", run), (operation, *arguments) of `_Host.operations`.
-Messages out: ("ready", facts) or ("failed", why) once; ("finished", run, position, ids, log-probabilities, facts) or
+Messages out: ("ready", facts) or ("failed", why) once; ("progress", run) at times while the scheduler is at work; ("finished", run, position, ids, log-probabilities, facts) or
 ("refused", run, position, why) for each request; ("aborted", run) when nothing runs any more; ("done", None) or ("failed", why) for each operation.
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import multiprocessing
+import os
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
-IDLE_SECONDS = 60.0
+import psutil
+
+IDLE_SECONDS = 60.0  # that the scheduler has to become idle after its last answer
+PROGRESS_SECONDS = 0.5  # between two looks at whether it has said anything
+ORPHAN_SECONDS = 20.0  # to end in order after whoever started this process has gone
 
 
 class _Host:
     def __init__(self, engine: Any, connection: Connection):
         self.engine, self.manager, self.connection = engine, engine.tokenizer_manager, connection
         self.running: set[asyncio.Task[None]] = set()
+        self.watching: asyncio.Task[None] | None = None
         self.operations: dict[str, Callable[..., Awaitable[None]]] = {
             "release": self.release, "resume": self.resume, "begin": self.begin, "load": self.load, "end": self.end, "version": self.version,
-            "save": self.save,
+            "flush": self.flush, "save": self.save,
         }  # fmt: skip
 
     async def serve(self) -> None:
@@ -41,6 +51,7 @@ class _Host:
             if kind == "generate":
                 run, requests = arguments
                 self.running = {loop.create_task(self.sample(run, *request)) for request in requests}
+                self.watching = loop.create_task(self.watch(run, self.running))
             elif kind == "abort":
                 await self.abort(*arguments)
             else:
@@ -60,6 +71,14 @@ class _Host:
         logprobs = [entry[0] for entry in facts.get("output_token_logprobs") or []]
         wanted = ("finish_reason", "prompt_tokens", "cached_tokens", "weight_versions")
         self.connection.send(("finished", run, position, list(ids), logprobs, {name: facts[name] for name in wanted if name in facts}))
+
+    async def watch(self, run: int, tasks: set[asyncio.Task[None]]) -> None:
+        """The scheduler speaks every few dozen tokens of a completion: while it does, nobody has to worry about long ones."""
+        heard = self.manager.last_receive_tstamp
+        while not all(task.done() for task in tasks):
+            await asyncio.sleep(PROGRESS_SECONDS)
+            if heard != (heard := self.manager.last_receive_tstamp):
+                self.connection.send(("progress", run))
 
     async def abort(self, run: int) -> None:
         while self.running:  # again, since a request may be on its way to the scheduler
@@ -87,7 +106,7 @@ class _Host:
         _check(await self.manager.begin_weight_update(BeginWeightUpdateReqInput(), None))
 
     async def load(self, payloads: list[bytes]) -> None:
-        """One flattened bucket, serialized for each tensor-parallel rank."""
+        """One flattened bucket, serialized by each tensor-parallel rank."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
         request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=payloads, load_format="flattened_bucket", flush_cache=False)
@@ -123,25 +142,69 @@ def _check(answer: Sequence[Any]) -> None:
         raise RuntimeError(str(answer[1]))
 
 
+def _start(arguments: dict[str, Any]) -> Any:
+    """`sglang.Engine` with these arguments. Raises RuntimeError naming what the installed version does not know."""
+    import sglang
+    from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
+    from sglang.srt.server_args import ServerArgs
+
+    installed = f"SGLang {sglang.__version__}"
+    if not hasattr(sglang.Engine, "begin_weight_update"):
+        raise RuntimeError(f"{installed} is too old; 0.5.21 or newer is needed")
+    if unknown := sorted(arguments.keys() - inspect.signature(ServerArgs).parameters.keys()):
+        raise RuntimeError(f"{installed} has no argument {', '.join(unknown)} (engine.arguments)")
+    if unknown := sorted({"kv_cache", "weights"} - set(GPU_MEMORY_ALL_TYPES)):
+        raise RuntimeError(f"{installed} cannot give back memory tagged {', '.join(unknown)}, only {', '.join(GPU_MEMORY_ALL_TYPES)}")
+    return sglang.Engine(**arguments)
+
+
+def _leaves(engine: Any) -> list[str]:
+    """Files in shared memory that SGLang makes and never removes."""
+    with suppress(ImportError, AttributeError):
+        from sglang.srt.managers.load_snapshot import shm_path_for
+
+        return [shm_path_for(engine.port_args.instance_id)]
+    return []
+
+
+def _end_with(parent: int, leaves: list[str]) -> None:
+    """Where the process that started this one is gone: the end in order gets its time, then everything ends."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    deadline = time.monotonic() + (ORPHAN_SECONDS if leaves else 0)  # none while it still starts
+    while time.monotonic() < deadline:
+        time.sleep(0.5)
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
+    _remove(leaves)
+    os._exit(1)
+
+
+def _remove(paths: list[str]) -> None:
+    for path in paths:
+        Path(path).unlink(missing_ok=True)
+
+
 def main() -> None:
-    connection = Connection(int(sys.argv[1]))
-    key, arguments = connection.recv()
+    connection, leaves = Connection(int(sys.argv[1])), list[str]()
+    threading.Thread(target=_end_with, args=(os.getppid(), leaves), daemon=True).start()
+    try:
+        key, arguments = connection.recv()
+    except (EOFError, OSError):
+        return
     multiprocessing.current_process().authkey = key  # tensors are shared by those who know it
     try:
-        import sglang
-        from sglang.srt.utils import kill_itself_when_parent_died
-
-        kill_itself_when_parent_died()
-        if not hasattr(sglang.Engine, "begin_weight_update"):
-            raise RuntimeError(f"SGLang {sglang.__version__} is too old; 0.5.21 or newer is needed")
-        engine = sglang.Engine(**arguments)
+        engine = _start(arguments)
     except Exception as error:
         connection.send(("failed", f"{type(error).__name__}: {error}"))
         return
+    leaves += _leaves(engine)
     info = engine._scheduler_init_result.scheduler_infos[0]
-    connection.send(("ready", {"input": info["max_req_input_len"], "tokens": info["max_total_num_tokens"]}))
+    connection.send(("ready", {"input": info["max_req_input_len"], "tokens": info["max_total_num_tokens"], "leaves": leaves}))
     engine.loop.run_until_complete(_Host(engine, connection).serve())
     engine.shutdown()
+    _remove(leaves)
 
 
 if __name__ == "__main__":

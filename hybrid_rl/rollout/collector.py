@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from hybrid_rl.algo.overlong import penalty
 from hybrid_rl.config import AlgoConfig, RolloutConfig
 from hybrid_rl.data.sampler import Sampler
-from hybrid_rl.engine.base import Engine, Sampling
+from hybrid_rl.engine.base import Engine, EngineDied, Sampling
 from hybrid_rl.ranks import Ranks
 from hybrid_rl.rollout.reward import RewardError, Scorer
 from hybrid_rl.rollout.sample import make_group, sample_groups
@@ -48,8 +48,9 @@ class Collector:
     def __init__(
         self, engine: Engine, tasks: Sequence[Task], tokenizer: PreTrainedTokenizerBase, scorer: Scorer, config: RolloutConfig, seed: int,
         ranks: Ranks | None = None, algo: AlgoConfig | None = None, greedy: bool = False,
+        revive: Callable[[EngineDied], None] | None = None,
     ):  # fmt: skip
-        self.ranks, self.algo, self.greedy = ranks or Ranks(), algo or AlgoConfig(), greedy
+        self.ranks, self.algo, self.greedy, self.revive = ranks or Ranks(), algo or AlgoConfig(), greedy, revive
         self.engine, self.tasks, self.tokenizer, self.scorer, self.config, self.seed = engine, tasks, tokenizer, scorer, config, seed
         self.sampler = Sampler(len(tasks), seed)
         self.next_group = 0
@@ -82,7 +83,7 @@ class Collector:
         return batch
 
     def _sample(self, groups: Sequence[Group], sampling: Sampling, on_completion: Callable[[int], None] = lambda count: None) -> int:
-        errors = sample_groups(self.engine, groups, sampling, self.tokenizer, self.scorer, self.ranks, on_completion)
+        errors = sample_groups(self.engine, groups, sampling, self.tokenizer, self.scorer, self.ranks, on_completion, self.revive)
         if buffer := round(self.algo.overlong_share * sampling.max_tokens):
             for rollout in (r for group in groups for r in group.rollouts if r.reward is not None):
                 cost = penalty(rollout.sampled, sampling.max_tokens, buffer)

@@ -9,7 +9,7 @@ from itertools import chain
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rl.data.render import completion_text, prompt_ids
-from hybrid_rl.engine.base import Engine, Request, Sampling
+from hybrid_rl.engine.base import Engine, EngineDied, Request, Sampling
 from hybrid_rl.ranks import Ranks
 from hybrid_rl.rollout.reward import Scorer
 from hybrid_rl.types import Group, Rollout, Task
@@ -28,22 +28,36 @@ def make_group(id: int, task: Task, size: int, tokenizer: PreTrainedTokenizerBas
 
 def sample_groups(
     engine: Engine, groups: Sequence[Group], sampling: Sampling, tokenizer: PreTrainedTokenizerBase, scorer: Scorer, ranks: Ranks,
-    on_completion: Callable[[int], None] = lambda count: None,
+    on_completion: Callable[[int], None] = lambda count: None, revive: Callable[[EngineDied], None] | None = None,
 ) -> int:  # fmt: skip
     """Fill every rollout with a completion and its reward; each is scored while others are still sampled.
 
     A rank samples and scores its contiguous share, then every rank gets all of them. A request's seed alone decides its tokens, so
     who samples it makes no difference. Returns the number of rewards that failed; those rollouts carry `error` and no reward.
+
+    Where the engine of a rank dies, all ranks call `revive` together, and what the dead one still owed is asked for again.
     """
     order = [(group, rollout) for group in groups for rollout in group.rollouts]
-    mine = ranks.share(len(order))
-    requests = [Request(i, order[i][1].token_ids[: order[i][1].prompt_length], order[i][1].seed) for i in mine]
-    for completion in engine.generate(requests, sampling):
-        group, rollout = order[completion.id]
-        rollout.add_sampled(completion.token_ids, completion.logprobs, completion.versions)
-        rollout.finish(completion.finish_reason, completion_text(completion.token_ids, tokenizer))
-        scorer.submit(rollout, group.task)
-        on_completion(ranks.world)  # the others are about as far
+    mine = ranks.share(len(order), engine.team.world)
+    waiting = {i: Request(i, order[i][1].token_ids[: order[i][1].prompt_length], order[i][1].seed) for i in mine}
+    while True:
+        death: EngineDied | None = None
+        try:
+            for completion in engine.generate(list(waiting.values()), sampling):
+                group, rollout = order[completion.id]
+                rollout.add_sampled(completion.token_ids, completion.logprobs, completion.versions)
+                rollout.finish(completion.finish_reason, completion_text(completion.token_ids, tokenizer))
+                scorer.submit(rollout, group.task)
+                on_completion(ranks.world // engine.team.world)  # the others are about as far
+                del waiting[completion.id]
+        except EngineDied as error:
+            death = error
+        deaths = [error for error in ranks.all_gather(death) if error]
+        if not deaths:
+            break
+        if revive is None:
+            raise death or deaths[0]
+        revive(deaths[0])
     scorer.finish()
     if ranks.world > 1:
         everyone = chain.from_iterable(ranks.all_gather([order[i][1] for i in mine]))
