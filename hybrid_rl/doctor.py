@@ -14,6 +14,8 @@ from typing import Any
 
 import psutil
 
+from hybrid_rl.rollout import sandbox
+
 
 @dataclass(frozen=True, slots=True)
 class Check:
@@ -67,11 +69,18 @@ def checks(output_dir: Path = Path(".")) -> list[Check]:
         _memory(),
         _disk(output_dir),
         *_gpu(),
+        _sandbox(),
         _optional("peft", "peft", "for policy.lora", "lora"),
         _optional("SGLang", "sglang", "for a GPU", "sglang"),
         *_memory_sharing(),
     ]
     return result
+
+
+def _sandbox() -> Check:
+    missing = sandbox.check()
+    found = "refused" if missing else "namespaces, seccomp"
+    return Check("code sandbox", missing is None, found, f"only for rewards that run code: {missing}", optional=True)
 
 
 def _version(package: str) -> str:
