@@ -1,4 +1,4 @@
-"""Where a run can be killed: every phase by name, its calls counted, and SIGKILL to the whole process group inside one of them."""
+"""Where a run can be met: every phase by name, its calls counted, and a signal, or worse, inside one of them."""
 
 from __future__ import annotations
 
@@ -38,15 +38,27 @@ PHASES = {
 
 @dataclass(frozen=True)
 class Moment:
-    """`after` seconds into call number `call` (from 0) of the phase; 0: before its first line."""
+    """`after` seconds into call number `call` (from 0) of the phase, 0: before its first line, something happens.
+
+    SIGKILL goes to the whole process group, any other signal to the process alone.
+    """
 
     phase: str
     call: int
-    after: float
+    after: float = 0.0
+    happens: int | Callable[[], None] = signal.SIGKILL
+
+    def strike(self) -> None:
+        if callable(self.happens):
+            self.happens()
+        elif self.happens == signal.SIGKILL:
+            os.killpg(0, signal.SIGKILL)
+        else:
+            os.kill(os.getpid(), self.happens)
 
 
 class Watch:
-    """Counts and times all phases of this process, kills its process group at `moment`, and on request writes down what it saw."""
+    """Counts and times all phases of this process, strikes at `moment`, and on request writes down what it saw."""
 
     def __init__(self, moment: Moment | None):
         self.moment, self.calls, self.seconds, self.lock = moment, Counter[str](), dict[str, list[float]](), threading.Lock()
@@ -62,9 +74,10 @@ class Watch:
                 call = self.calls[phase]
                 self.calls[phase] += 1
             if self.moment and (phase, call) == (self.moment.phase, self.moment.call):
-                if not self.moment.after:
-                    kill()
-                threading.Timer(self.moment.after, kill).start()
+                if self.moment.after:
+                    threading.Timer(self.moment.after, self.moment.strike).start()
+                else:
+                    self.moment.strike()
             start = time.perf_counter()
             try:
                 return function(*arguments, **named)
@@ -75,10 +88,6 @@ class Watch:
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(self.seconds))
-
-
-def kill() -> None:
-    os.killpg(0, signal.SIGKILL)
 
 
 def _owner(name: str) -> tuple[Any, str]:

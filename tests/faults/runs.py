@@ -42,7 +42,7 @@ context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "transformers
 class Run:
     """One start of the command in `folder`, on `ranks` ranks."""
 
-    def __init__(self, folder: Path, *overrides: str, ranks: int = 1, moment: Moment | None = None, victim: int = 0, setup: Any = None):
+    def __init__(self, folder: Path, *overrides: str, ranks: int = 1, moment: Moment | None = None, victim: int = 0):
         self.log = folder / f"log_{len(list(folder.glob('log_*')))}"
         self.log.touch()
         launcher = {}
@@ -57,7 +57,7 @@ class Run:
         for rank in range(ranks):
             environment = launcher | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if launcher else {})
             leader = self.processes[0].pid if self.processes else 0
-            arguments = (folder, self.log, leader, environment, [*SMALL, *overrides], moment if rank == victim else None, setup)
+            arguments = (folder, self.log, leader, environment, [*SMALL, *overrides], moment if rank == victim else None)
             process = context.Process(target=_run, args=arguments)
             process.start()
             self.processes.append(process)
@@ -84,9 +84,7 @@ class Run:
         return self.log.read_text()
 
 
-def _run(
-    folder: Path, log: Path, leader: int, environment: dict[str, str], arguments: list[str], moment: Moment | None, setup: Any
-) -> None:  # fmt: skip
+def _run(folder: Path, log: Path, leader: int, environment: dict[str, str], arguments: list[str], moment: Moment | None) -> None:
     with suppress(ProcessLookupError, PermissionError):  # the first rank may be gone
         os.setpgid(0, leader)
     os.chdir(folder)
@@ -100,8 +98,6 @@ def _run(
     from hybrid_rl.run import main
 
     watch = Watch(moment)
-    if setup:
-        setup()
     code = main()
     if code == 0:
         watch.write(folder / "phases.json")
@@ -109,11 +105,12 @@ def _run(
     os._exit(code)
 
 
-def complete(folder: Path, *overrides: str, ranks: int = 1) -> Run:
-    """A start that ends well."""
-    run = Run(folder, *overrides, ranks=ranks)
-    assert set(run.wait()) == {0}, run.output
-    return run
+def run(folder: Path, *overrides: str, code: int = 0, ranks: int = 1, moment: Moment | None = None, victim: int = 0) -> str:
+    """One start to its end, and what it printed."""
+    started = Run(folder, *overrides, ranks=ranks, moment=moment, victim=victim)
+    assert started.wait() == [code] * ranks, started.output
+    assert code == -9 or "Traceback" not in started.output
+    return started.output
 
 
 def draw(numbers: random.Random, whole: Path) -> Moment:

@@ -6,23 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.runs import Run, assert_same, complete, draw, finished, left_of
+from tests.faults.runs import Run, assert_same, draw, finished, left_of, run
 
 TRIALS, TRIALS_OF_TWO = 30, 5
 SEED = int(os.environ.get("HYBRID_RL_FAULT_SEED", "0"))
-
-
-@pytest.fixture(scope="module")
-def wholes(tmp_path_factory) -> dict[int, Path]:
-    """Runs that nothing ended, by number of ranks; made when first asked for."""
-
-    class Wholes(dict[int, Path]):
-        def __missing__(self, ranks: int) -> Path:
-            self[ranks] = tmp_path_factory.mktemp(f"whole_{ranks}")
-            complete(self[ranks], ranks=ranks)
-            return self[ranks]
-
-    return Wholes()
 
 
 def kill_and_resume(whole: Path, folder: Path, ranks: int, trial: int) -> None:
@@ -31,13 +18,13 @@ def kill_and_resume(whole: Path, folder: Path, ranks: int, trial: int) -> None:
     for _ in range(numbers.choice([1, 1, 2, 3])):  # kills in a row
         if not finished(folder):
             moment = draw(numbers, whole)
-            run = Run(folder, "resume=auto", ranks=ranks, moment=moment, victim=numbers.randrange(ranks))
-            codes = run.wait()
-            said.append(f"{moment}: {codes}\n{run.output}")
+            killed = Run(folder, "resume=auto", ranks=ranks, moment=moment, victim=numbers.randrange(ranks))
+            codes = killed.wait()
+            said.append(f"{moment}: {codes}\n{killed.output}")
             assert set(codes) <= {0, -9}, said
             assert not left_of(folder)
     if not finished(folder):
-        complete(folder, "resume=auto", ranks=ranks)
+        said.append(run(folder, "resume=auto", ranks=ranks))
     try:
         assert_same(whole, folder)
     except AssertionError as error:
