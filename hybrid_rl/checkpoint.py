@@ -200,10 +200,10 @@ def begin(
 
 def save(
     root: Path, stage: str, step: int, policy: Policy, optimizer: Optimizer | None, state: dict[str, Any], keep: int,
-    roles: Mapping[str, tuple[Policy, Optimizer]] = MappingProxyType({}),
+    roles: Mapping[str, tuple[Policy, Optimizer]] = MappingProxyType({}), timeout: float | None = None,
 ) -> None:  # fmt: skip
     """`begin` and `publish` in one: the checkpoint is on the disk when this returns."""
-    begin(root, stage, step, policy, optimizer, state, roles).publish(keep)
+    begin(root, stage, step, policy, optimizer, state, roles).publish(keep, timeout=timeout)
 
 
 def complete(root: Path) -> list[Path]:
@@ -324,9 +324,12 @@ def prune(root: Path, keep: int, best: str | None = None) -> None:
 
 
 def _discard(folder: Path) -> None:
+    """Out of sight at once, so that no half-deleted checkpoint is ever seen; what a kill leaves goes with the next start."""
     if folder.exists():
-        (folder / MARKER).unlink(missing_ok=True)  # first: a half-deleted folder must not look complete
-        shutil.rmtree(folder)
+        hidden = folder.with_name(f".{folder.name}.old.tmp")
+        shutil.rmtree(hidden, ignore_errors=True)
+        os.replace(folder, hidden)
+        shutil.rmtree(hidden)
 
 
 def _read_json(path: Path) -> Any:

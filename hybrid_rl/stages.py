@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import shutil
@@ -27,7 +28,7 @@ from hybrid_rl.data import DataError, load_task_sets
 from hybrid_rl.doctor import cores, machine, versions
 from hybrid_rl.engine.base import EngineError
 from hybrid_rl.evaluate import evaluate
-from hybrid_rl.files import FolderInUse, alone_in, remove_unfinished, sync_tree, write_json, write_text
+from hybrid_rl.files import FolderInUse, alone_in, json_text, remove_unfinished, sync_tree, write_json, write_text
 from hybrid_rl.handover import HandoverError, hand_over, take_back
 from hybrid_rl.launch import after_rank_0
 from hybrid_rl.metrics import Metrics
@@ -279,8 +280,8 @@ def _finish(s: Session) -> None:
                   "trained": sum(p.numel() for p in s.policy.trainable.values())},
         "engine": {**asdict(s.engine.stats), "cache_hit_rate": s.engine.stats.cache_hit_rate},
     }  # fmt: skip
+    report = write_report(s.folder, json.loads(json_text(summary)))
     write_json(s.folder / "summary.json", summary)
-    report = write_report(s.folder)
     s.console.heading("Done")
     course = " → ".join(f"{name} {value:.3f}" for name, value in s.evaluations.items() if name != "step")
     s.console.say(f"evaluation reward: {course}   ({s.spent()['total']:.0f} s in all)")

@@ -31,6 +31,7 @@ SMALL = [
     "rl.keep_best=true", "rl.keep_checkpoints=1", "eval.max_tasks=4", "rollout.batch_size=8", "rollout.group_size=4", "rollout.max_tokens=12",
     "model.tiny.hidden_size=32", "model.tiny.intermediate_size=64", "algo.minibatches=2", "algo.silent_by=none", "algo.reference=frozen",
     "algo.kl.coef=0.01", "algo.kl.target=0.01", "algo/advantage=gae", "algo.advantage._target_=tests.faults.parts.noisy", "rl.optimizer.schedule=cosine",
+    "reward._target_=tests.faults.parts.hashed",
 ]  # fmt: skip
 TIMES = {"seconds", "memory", "memory_gib", "tokens_per_second"}
 LIMIT = 120.0  # seconds for any one process
