@@ -72,9 +72,8 @@ def _watch(reader: int, patience: float, speaks: bool) -> None:
             _asked, first = number, now
             if speaks:
                 name = signal.Signals(number).name
-                print(
-                    f"hybrid_rl: {name}: the running step ends and is saved, which may take up to {patience:g} s; a second one ends at once"
-                )
+                line = f"hybrid_rl: {name}: the step ends and is saved, which may take up to {patience:g} s; a second one ends at once\n"
+                sys.stdout.write(line)
                 sys.stdout.flush()
         elif number in SIGNALS and now - first >= min(ONE, patience):
             end_now(128 + number)
