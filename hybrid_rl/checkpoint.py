@@ -6,7 +6,7 @@
 A critic's files lie beside them: critic.*, critic_optimizer.*. Each rank writes the rows it holds and reads the rows it
 needs, on as many ranks as there are then. A file's metadata says of each tensor which row is its first and the whole
 tensor's shape. COMPLETE lists every file with its size and CRC-32, so that a damaged checkpoint is found out instead of
-trained on. All functions but `complete` and `latest` are collective.
+trained on. Copies are made at once and written by a thread; nothing in the thread is collective.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -27,14 +29,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from hybrid_rl.files import write_json
+from hybrid_rl.files import json_text, write_json, write_text
 from hybrid_rl.policy.model import Policy
 from hybrid_rl.policy.optimizer import Optimizer
 from hybrid_rl.policy.sharding import local
 from hybrid_rl.ranks import Ranks
 
 MARKER = "COMPLETE"
+FORMAT = 1  # of the files and of state.json's keys; a checkpoint of another one is refused
 T = TypeVar("T")
+Shards = dict[str, tuple[str, Tensor]]  # by tensor: [first row, whole shape] as JSON, and the rows
 
 
 class CheckpointError(RuntimeError):
@@ -106,16 +110,60 @@ class Checkpoint:
         return list(held)
 
 
-def save(
-    root: Path, stage: str, step: int, policy: Policy, optimizer: Optimizer | None, state: dict[str, Any], keep: int,
-    roles: Mapping[str, tuple[Policy, Optimizer]] = MappingProxyType({}),
-) -> None:  # fmt: skip
-    """Write weights, moments and state, then remove what is older than the last `keep`. `roles`: models trained beside the policy.
+@dataclass(slots=True)
+class Saving:
+    """A checkpoint on its way: a thread of each rank writes the rank's files while the run goes on. It does not exist before `publish`."""
 
-    Raises CheckpointError with the disk's own reason, on every rank; the checkpoints before are untouched then.
+    root: Path
+    final: Path
+    ranks: Ranks
+    written: Future[dict[str, list[int]]]
+
+    def ready(self) -> bool:
+        """Whether every rank's files are written, so that `publish` need not wait. Collective."""
+        return all(self.ranks.all_gather(self.written.done()))
+
+    def publish(self, keep: int, best: str | None = None, timeout: float | None = None) -> None:
+        """Mark it complete, rename it into its place, then remove what is older than the last `keep`, but not the one named `best`.
+
+        Raises CheckpointError with the disk's own reason, on every rank; the checkpoints before are untouched then. Collective.
+        """
+        ranks, temporary = self.ranks, _temporary(self.final)
+
+        def finish() -> dict[str, list[int]]:
+            try:
+                return self.written.result(timeout)
+            except TimeoutError as error:
+                raise CheckpointError(f"{_broken(self.final)}: it took more than checkpoint.timeout={timeout:g} s") from error
+
+        def publish() -> None:
+            write_json(temporary / MARKER, {name: facts for files in written for name, facts in files.items()})
+            _sync(temporary)
+            _discard(self.final)
+            os.replace(temporary, self.final)
+            _sync(self.root)
+
+        try:
+            written = _together(ranks, _broken(self.final), finish)
+            _together(ranks, _broken(self.final), lambda: publish() if ranks.main else None)
+        except CheckpointError:
+            if ranks.main:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        _together(
+            ranks, f"a checkpoint before {self.final} could not be removed", lambda: prune(self.root, keep, best) if ranks.main else None
+        )
+
+
+def begin(
+    root: Path, stage: str, step: int, policy: Policy, optimizer: Optimizer | None, state: dict[str, Any],
+    roles: Mapping[str, tuple[Policy, Optimizer]] = MappingProxyType({}),
+) -> Saving:  # fmt: skip
+    """Copy weights, moments and state as they are now to host memory, and begin to write them; training may go on at once.
+
+    `roles`: models trained beside the policy. Raises CheckpointError as `Saving.publish` does. Collective.
     """
     ranks, final = policy.ranks, root / f"{stage}_{step:06d}"
-    temporary = root / f".{final.name}.tmp"
     parts: dict[str, Mapping[str, Tensor]] = {"policy": policy.trainable}
     if optimizer is not None:
         parts["optimizer"] = optimizer.tensors()
@@ -123,34 +171,39 @@ def save(
     for name, (model, own) in roles.items():
         parts |= {name: model.trainable, _moments(name): own.tensors()}
         state = {**state, _moments(name): own.state()}
-    mine = {part: {name: tensor for name, tensor in tensors.items() if _writes(tensor, ranks)} for part, tensors in parts.items()}
-    broken = f"checkpoint {final} could not be written, the one before is untouched"
+    text = json_text({"format": FORMAT, "stage": stage, "step": step, **state})  # now: the run changes what it gave
 
-    def begin() -> bool:
+    copies: dict[str, Shards] = {}
+
+    def prepare() -> bool:
         if ranks.main:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-        return any(mine.values())
+            shutil.rmtree(_temporary(final), ignore_errors=True)
+            _temporary(final).mkdir(parents=True)
+        copies.update({part: _copies(tensors, ranks) for part, tensors in parts.items()})
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return any(copies.values())
 
-    def publish() -> None:
-        write_json(temporary / "state.json", {"stage": stage, "step": step, **state})
-        shards = {name: facts for files in written for name, facts in files.items()}
-        write_json(temporary / MARKER, {**shards, "state.json": _facts(temporary / "state.json")})
-        _sync(temporary)
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(temporary, final)
-        _sync(root)
+    writers = _together(ranks, _broken(final), prepare)
+    number = f"{ranks.rank:05d}-of-{sum(writers):05d}"  # the first replica's ranks are the first ranks
+    written: Future[dict[str, list[int]]] = Future()
 
-    try:
-        writers = _together(ranks, broken, begin)
-        number = f"{ranks.rank:05d}-of-{sum(writers):05d}"  # the first replica's ranks are the first ranks
-        written = _together(ranks, broken, lambda: _write_shards(temporary, number, mine))
-        _together(ranks, broken, lambda: publish() if ranks.main else None)
-    except CheckpointError:
-        if ranks.main:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    _together(ranks, f"a checkpoint before {final} could not be removed", lambda: _prune(root, keep) if ranks.main else None)
+    def write() -> None:
+        try:
+            written.set_result(_write(_temporary(final), number, copies, text if ranks.main else None))
+        except Exception as error:  # raised again where the checkpoint is published
+            written.set_exception(error)
+
+    threading.Thread(target=write, name=f"checkpoint {final.name}", daemon=True).start()
+    return Saving(root, final, ranks, written)
+
+
+def save(
+    root: Path, stage: str, step: int, policy: Policy, optimizer: Optimizer | None, state: dict[str, Any], keep: int,
+    roles: Mapping[str, tuple[Policy, Optimizer]] = MappingProxyType({}), timeout: float | None = None,
+) -> None:  # fmt: skip
+    """`begin` and `publish` in one: the checkpoint is on the disk when this returns."""
+    begin(root, stage, step, policy, optimizer, state, roles).publish(keep, timeout=timeout)
 
 
 def complete(root: Path) -> list[Path]:
@@ -162,7 +215,14 @@ def complete(root: Path) -> list[Path]:
 def latest(root: Path) -> Checkpoint | None:
     """The newest complete checkpoint, or None where there is none."""
     folders = complete(root)
-    return Checkpoint(folders[-1], _read_json(folders[-1] / "state.json")) if folders else None
+    if not folders:
+        return None
+    state = _read_json(folders[-1] / "state.json")
+    if state.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{folders[-1]} has format {state.get('format', 0)}, this version of hybrid_rl reads {FORMAT} only; resume=never for a new run"
+        )
+    return Checkpoint(folders[-1], state)
 
 
 def chunk(rows: int, parts: int, index: int) -> range:
@@ -206,16 +266,38 @@ def _writes(tensor: Tensor, ranks: Ranks) -> bool:
     return all(placement.is_shard() or tensor.device_mesh.get_local_rank(axis) == 0 for axis, placement in enumerate(tensor.placements))
 
 
-def _write_shards(folder: Path, number: str, parts: dict[str, dict[str, Tensor]]) -> dict[str, list[int]]:
-    """Write this rank's files, where there is something to write; returns what COMPLETE says of them."""
+def _temporary(final: Path) -> Path:
+    return final.with_name(f".{final.name}.tmp")
+
+
+def _broken(final: Path) -> str:
+    return f"checkpoint {final} could not be written, the one before is untouched"
+
+
+def _copies(tensors: Mapping[str, Tensor], ranks: Ranks) -> Shards:
+    """The rows that this rank writes, as they are now, in host memory; of a GPU's in pinned memory, which are there after a synchronize."""
+    copies: Shards = {}
+    for name, tensor in tensors.items():
+        if _writes(tensor, ranks):
+            own, rows = _own(tensor)
+            host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=rows.device.type == "cuda")
+            copies[name] = json.dumps([own.start, list(tensor.shape)]), host.copy_(rows, non_blocking=True)
+    return copies
+
+
+def _write(folder: Path, number: str, parts: dict[str, Shards], state: str | None) -> dict[str, list[int]]:
+    """Write a rank's files, where there is something to write, and state.json; returns what COMPLETE says of them. No collective here."""
     written: dict[str, list[int]] = {}
-    for part, tensors in parts.items():
-        if tensors:
-            file, shards = folder / f"{part}.{number}.safetensors", {name: _own(tensor) for name, tensor in tensors.items()}
-            metadata = {name: json.dumps([own.start, list(tensors[name].shape)]) for name, (own, _) in shards.items()}
-            save_file({name: rows.contiguous() for name, (_, rows) in shards.items()}, file, metadata)
+    for part, shards in parts.items():
+        if shards:
+            file = folder / f"{part}.{number}.safetensors"
+            save_file({name: rows for name, (_, rows) in shards.items()}, file, {name: text for name, (text, _) in shards.items()})
             _sync(file)
             written[file.name] = _facts(file)
+            shards.clear()  # its memory
+    if state is not None:
+        write_text(folder / "state.json", state)
+        written["state.json"] = _facts(folder / "state.json")
     return written
 
 
@@ -234,10 +316,20 @@ def _together(ranks: Ranks, broken: str, function: Callable[[], T]) -> list[T]:
     return ranks.all_gather(value)
 
 
-def _prune(root: Path, keep: int) -> None:
+def prune(root: Path, keep: int, best: str | None = None) -> None:
+    """Remove all complete checkpoints but the last `keep` and the one named `best`. Rank 0 alone."""
     for old in complete(root)[:-keep]:
-        (old / MARKER).unlink()  # first: a half-deleted folder must not look complete
-        shutil.rmtree(old)
+        if old.name != best:
+            _discard(old)
+
+
+def _discard(folder: Path) -> None:
+    """Out of sight at once, so that no half-deleted checkpoint is ever seen; what a kill leaves goes with the next start."""
+    if folder.exists():
+        hidden = folder.with_name(f".{folder.name}.old.tmp")
+        shutil.rmtree(hidden, ignore_errors=True)
+        os.replace(folder, hidden)
+        shutil.rmtree(hidden)
 
 
 def _read_json(path: Path) -> Any:

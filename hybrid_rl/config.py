@@ -203,6 +203,7 @@ class RolloutConfig:
     max_replacements: int = 4  # rounds in which groups without a signal are replaced by new ones
     reward_workers: int = 1  # processes that score while others generate
     reward_timeout: float = 10.0  # seconds for one reward
+    reward_start_timeout: float = 60.0  # seconds for a worker to load the reward
 
 
 @dataclass
@@ -219,9 +220,16 @@ class SftConfig:
 class RlConfig:
     steps: int = 20
     checkpoint_every: int = 10
-    keep_checkpoints: int = 2
+    keep_checkpoints: int = 2  # the last so many
+    keep_best: bool = False  # and the one of the step with the best evaluation; each step that is evaluated is saved then
     eval_every: int = 0  # 0: only before and after the stage
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+
+@dataclass
+class CheckpointConfig:
+    background: bool = True  # copy to host memory and write while the next step runs; false: wait for the disk
+    timeout: float = 900.0  # seconds that writing one may take
 
 
 @dataclass
@@ -239,9 +247,12 @@ class Config:
     device: str = "auto"  # auto, cpu, cuda
     ranks: int = 0  # processes that train together; 0: one for each visible GPU, one on the CPU
     rank_timeout: float = 1800.0  # seconds that a rank waits for the others
+    stop_timeout: float = 600.0  # seconds from SIGTERM or Ctrl-C in which the running step ends and is saved; then the run is killed
     threads: int = 0  # CPU threads of torch; 0: one for tiny models, all cores otherwise
     output_dir: str = "outputs"
-    resume: str = "never"  # never; auto: the newest unfinished run of this recipe, if any; or a run's folder
+    resume: str = (
+        "never"  # never; auto: the newest unfinished run of this recipe, if any; must: auto, and an error if none; or a run's folder
+    )
     dry_run: bool = False  # check everything, print the plan, stop
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -253,4 +264,5 @@ class Config:
     reward: dict[str, Any] = field(default_factory=dict)  # _target_: a function (completion, task) → reward
     sft: SftConfig = field(default_factory=SftConfig)
     rl: RlConfig = field(default_factory=RlConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)

@@ -8,7 +8,9 @@ import os
 import platform
 import shutil
 import sys
+import zlib
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +30,17 @@ class Check:
     optional: bool = False
 
 
+@cache
 def versions() -> dict[str, str]:
+    """What a run's numbers depend on beside its settings; `source` is a checksum over hybrid_rl's own files."""
     packages = ("torch", "transformers", "tokenizers", "accelerate", "hydra-core", "safetensors", "numpy")
     found = {name: importlib.metadata.version(name) for name in packages if importlib.util.find_spec(name.replace("hydra-core", "hydra"))}
     from hybrid_rl import __version__
 
-    return {"python": platform.python_version(), "hybrid_rl": __version__, **found}
+    source = 0
+    for file in sorted(Path(__file__).parent.rglob("*.py")):
+        source = zlib.crc32(file.read_bytes(), source)
+    return {"python": platform.python_version(), "hybrid_rl": __version__, "source": f"{source:08x}", **found}
 
 
 def machine() -> dict[str, Any]:

@@ -43,6 +43,8 @@ def evaluate(s: Session, name: str, step: int = 0) -> float:
     s.metrics.write("eval", **values)
     s.console.say(eval_line(values))
     s.evaluations[name] = values["reward"]
+    if s.config.rl.keep_best and name in ("step", "rl") and (s.best is None or values["reward"] > s.best["reward"]):
+        s.best = {"step": step, "reward": values["reward"]}
     return values["reward"]
 
 

@@ -6,6 +6,7 @@ import fcntl
 import json
 import math
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,21 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def remove_unfinished(run: Path) -> None:
+    """Remove what processes that were killed left under a run's folder: their names begin with a dot and end with .tmp."""
+    for folder in (run, run / "rollouts", run / "checkpoints", run / "checkpoints" / "reference"):
+        for left in folder.glob(".*.tmp"):
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+
+
+def sync_tree(folder: Path) -> None:
+    """All files under the folder are on the disk when this returns."""
+    for file in folder.rglob("*"):
+        if file.is_file():
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
 
 
 class FolderInUse(RuntimeError):
@@ -55,7 +71,11 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    write_text(path, json.dumps(plain(value), indent=2, ensure_ascii=False) + "\n")
+    write_text(path, json_text(value))
+
+
+def json_text(value: Any) -> str:
+    return json.dumps(plain(value), indent=2, ensure_ascii=False) + "\n"
 
 
 def plain(value: Any) -> Any:

@@ -6,21 +6,23 @@ Every socket of ranks that are started here listens on the loopback interface on
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import socket
+import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-import psutil
+from hybrid_rl.stop import SIGNALS, asked, end_now, kill_children, listening
 
 LAUNCHER = "HYBRID_RL_LAUNCHER"  # process id of the one that started this rank
 WARNINGS = "ignore:resource_tracker:UserWarning"  # multiprocessing's, of what a rank that was ended by a signal left to be cleaned up
+AT_A_SIGNAL = tuple(128 + number for number in SIGNALS)  # exit codes
+MARGIN = 10.0  # seconds beyond a limit of the ranks' own, after which the launcher does not rely on it any more
+TOGETHER = 10.0  # seconds within which ranks end that agreed to
 SPEAK = 2.0  # seconds that a rank leaves to rank 0 to say what all of them would say
 
 
@@ -50,70 +52,86 @@ def end_with_launcher() -> None:
 def _watch(launcher: int) -> None:
     while os.getppid() == launcher:
         time.sleep(1)
-    for child in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):
-            if "resource_tracker" not in " ".join(child.cmdline()):  # that one cleans up once this process is gone
-                child.kill()
-    os._exit(1)
+    end_now(1)
 
 
-def launch(count: int, arguments: Sequence[str]) -> int:
-    """Run python with `arguments` as `count` ranks; returns the exit code: that of the first that fails, 128 + n after signal n.
+def launch(count: int, arguments: Sequence[str], patience: float = 60.0) -> int:
+    """Run python with `arguments` as `count` ranks; returns the exit code: that of the first that fails, 128 + n where signal n ended the run.
 
-    The first rank to fail ends the others.
+    The first rank to fail ends the others. SIGTERM and Ctrl-C are passed on to the ranks, which have `patience` seconds to end.
     """
     from torch.distributed import TCPStore
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, start_processes
 
-    logging.disable(logging.CRITICAL)  # torch's launcher comments on every signal; the ranks speak for themselves
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    with tempfile.TemporaryDirectory() as folder:
-        shared = {
-            "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", LAUNCHER: str(os.getpid()),
-        }  # fmt: skip
-        warnings = os.environ.get("PYTHONWARNINGS", "")
-        shared["PYTHONWARNINGS"] = f"{warnings},{WARNINGS}".strip(",")
-        if sys.platform == "linux":
-            shared |= {name: os.environ.get(name, "lo") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
-        ranks = None
+    shared = {
+        "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", LAUNCHER: str(os.getpid()),
+        "PYTHONWARNINGS": f"{os.environ.get('PYTHONWARNINGS', '')},{WARNINGS}".strip(","),
+    }  # fmt: skip
+    if sys.platform == "linux":
+        shared |= {name: os.environ.get(name, "lo") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
+    try:
+        return attend([{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)], arguments, patience)
+    finally:
+        del store  # it lives as long as the ranks
+
+
+def attend(environments: Sequence[dict[str, str]], arguments: Sequence[str], patience: float) -> int:
+    """Run python with `arguments` once for each of `environments`, together, until all have ended or one has failed. As `launch` says."""
+    processes: list[subprocess.Popen[bytes]] = []
+    with listening(patience + MARGIN, speaks=False):
         try:
-            ranks = start_processes(
-                "rank",
-                sys.executable,
-                dict.fromkeys(range(count), tuple(arguments)),
-                {rank: {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)},
-                DefaultLogsSpecs(folder),
-            )
-            result = ranks.wait(period=0.1)
-        except SignalException as error:
-            with suppress(SignalException):  # a second signal ends the patience
-                if ranks:
-                    ranks.close(error.sigval, timeout=10)
-            return 128 + error.sigval
-        except KeyboardInterrupt:
-            return 130
+            for environment in environments:  # in sessions of their own: a terminal's signals reach them through this process only
+                processes.append(subprocess.Popen([sys.executable, *arguments], env=os.environ | environment, start_new_session=True))
+            failed = _wait(processes)
         finally:
-            _end_children(list(ranks.pids().values()) if ranks else [])
-            del store  # it lives as long as the ranks
-    if not result or not result.failures:
-        return 0
-    rank, failure = next(iter(result.failures.items()))  # in the order they were noticed; the later ones were ended for this one
-    if failure.exitcode > 0:
-        return failure.exitcode
-    hint = "; did the machine run out of memory?" if failure.exitcode == -signal.SIGKILL else ""
-    print(f"hybrid_rl: rank {rank} was ended by {signal.Signals(-failure.exitcode).name}{hint}", file=sys.stderr)
+            _end(processes)
+        codes = [process.returncode for process in processes]
+        if failed is None:
+            return 0
+        if codes[failed] >= 0:
+            return codes[failed]
+        if asked():
+            return 128 + asked()
+    hint = "; did the machine run out of memory?" if codes[failed] == -signal.SIGKILL else ""
+    print(f"hybrid_rl: rank {failed} was ended by {signal.Signals(-codes[failed]).name}{hint}", file=sys.stderr)
     return 1
 
 
-def _end_children(ranks: Sequence[int], grace: float = 2.0) -> None:
-    """What ranks that died by a signal left of their process groups ends by itself, unless it hangs."""
+def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int | None:
+    """Until all have ended; the first that failed, or None. Those that end because a signal asked them to do so end together."""
+    told, since = False, 0.0
+    while True:
+        ended = {i: code for i, process in enumerate(processes) if (code := process.poll()) is not None}
+        bad = {i: code for i, code in ended.items() if code not in (0, *AT_A_SIGNAL)}
+        if bad:
+            return next(iter(bad))
+        stopped = next((i for i, code in ended.items() if code), None)
+        if stopped is not None:
+            since = since or time.monotonic()
+        if len(ended) == len(processes) or (since and time.monotonic() - since > TOGETHER):
+            return stopped
+        if asked() and not told:
+            told = True
+            for i, process in enumerate(processes):
+                if i not in ended:
+                    process.send_signal(asked())
+        time.sleep(0.05)
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]], grace: float = 2.0) -> None:
+    """No process is left after this. What a rank that died by a signal left of its group ends by itself, unless it hangs."""
+    for process in processes:
+        if process.poll() is None:
+            kill_children(process.pid)
+            process.kill()
+            process.wait(MARGIN)
     deadline = time.monotonic() + grace
-    for rank in ranks:
+    for process in processes:
         with suppress(ProcessLookupError, PermissionError):  # nothing left
             while time.monotonic() < deadline:
-                os.killpg(rank, 0)
+                os.killpg(process.pid, 0)
                 time.sleep(0.05)
-            os.killpg(rank, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)

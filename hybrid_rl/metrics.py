@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,11 @@ class Metrics:
         if self._file:
             self._file.write(json.dumps({"stage": stage, **plain(values)}, ensure_ascii=False) + "\n")
             self._file.flush()
+
+    def sync(self) -> None:
+        """What was written is on the disk when this returns."""
+        if self._file:
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         if self._file:

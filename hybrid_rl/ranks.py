@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybrid_rl.launch import launched
+from hybrid_rl.launch import AT_A_SIGNAL, launched
+from hybrid_rl.stop import asked
 
 T = TypeVar("T")
 
@@ -91,6 +92,14 @@ class Ranks:
         self.agree(error)
         return value
 
+    def largest(self, value: int) -> int:
+        """The largest of all ranks' values."""
+        if self.world == 1:
+            return value
+        found = torch.tensor(value)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return int(found)
+
     def sum(self, values: Tensor) -> Tensor:
         """Element-wise sum over ranks, in place."""
         if self.world > 1:
@@ -110,15 +119,15 @@ class Ranks:
             if self.world == 1:
                 raise
             if isinstance(error, dist.DistError) or "gloo" in str(error) or ELSEWHERE in getattr(error, "__notes__", ()):
-                time.sleep(GRACE)
+                _wait_for_the_end()
             print(f"hybrid_rl: rank {self.rank} failed\n{traceback.format_exc()}", end="", file=sys.stderr)
             _exit(1)
 
     def leave(self, code: int) -> int:
-        """The end of the program: `code` with one rank. Of several, those of a good run end together, and here."""
+        """The end of the program: `code` with one rank. Of several, those of a run that was saved end together, and here."""
         if self.world == 1:
             return code
-        if code == 0:
+        if code in (0, *AT_A_SIGNAL):
             with suppress(RuntimeError):  # a rank that failed this late says so itself
                 self.all_gather(None)
         _exit(code)
@@ -127,6 +136,15 @@ class Ranks:
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # gloo on GPUs too, for what ranks tell each other
 GRACE = 5.0  # seconds that the launcher has to end a rank after another one failed
 ELSEWHERE = "(raised on another rank)"
+
+
+def _wait_for_the_end() -> None:
+    """A launcher that ends this rank because of another one does it by a signal, which is no wish any more then."""
+    deadline = time.monotonic() + GRACE
+    while time.monotonic() < deadline:
+        if asked():
+            _exit(128 + asked())
+        time.sleep(0.05)
 
 
 def _elsewhere(error: Exception) -> Exception:

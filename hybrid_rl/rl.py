@@ -34,6 +34,7 @@ def train_rl(s: Session) -> None:
         alarms.restore(s.resumed.state["alarms"])
 
     for step in range(start + 1, config.steps + 1):
+        s.seed_step("rl", step)
         phases, restarts = Phases(policy.device), s.engine_restarts
         with phases("handover"):
             learner.park()
@@ -55,9 +56,15 @@ def train_rl(s: Session) -> None:
         begun = alarms.check(values)
         # before the checkpoint, which counts its lines: a killed run loses and doubles none
         s.metrics.write("rl", **values, alarms=list(begun))
-        if step % config.checkpoint_every == 0 or step == config.steps:
+        s.publish_checkpoint(wait=False)  # of a step before, if it is written by now
+        stopping = s.stop_asked()
+        due = step % config.checkpoint_every == 0 or (config.keep_best and step % config.eval_every == 0)
+        if due or step == config.steps or stopping:
             states = {"collector": collector.state(), "learner": learner.state(), "alarms": alarms.state()}
             s.save_checkpoint("rl", step, optimizer, learner.critic, **states)
         s.console.say(step_line(values, config.steps))
         for line in begun.values():
             s.console.say(f"  ! {line}")
+        if stopping:
+            s.stop(stopping, f"step {step} of {config.steps} of RL is done and saved")
+    s.publish_checkpoint()

@@ -67,7 +67,7 @@ def make_reference(s: Session, start: int) -> Frozen | None:
         with torch.no_grad():
             for name, parameter in policy.parameters.items():
                 local(copy.parameters[name]).copy_(local(parameter))
-        checkpoint.save(root, "rl", 0, copy, None, {}, keep=1)
+        checkpoint.save(root, "rl", 0, copy, None, {}, keep=1, timeout=s.config.checkpoint.timeout)
     return _frozen(copy)
 
 

@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from datetime import datetime
 from itertools import chain, count
@@ -27,7 +26,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from hybrid_rl.config import Config
-from hybrid_rl.launch import after_rank_0, end_with_launcher, launch, launched, world
+from hybrid_rl.launch import after_rank_0, attend, end_with_launcher, launch, launched, world
+from hybrid_rl.stop import listening
 from hybrid_rl.validation import CONF, ConfigError, load, parse
 
 if TYPE_CHECKING:
@@ -57,6 +57,8 @@ def _main() -> int:
         configs = [load([o for o in overrides if not o.startswith("hydra")], _own_folder()) for overrides in jobs]
         for config in configs:
             _check_ranks(cast(Config, config))
+            if not arguments.multirun:
+                _check_resume(cast(Config, config))
         if launched() and configs:
             from hybrid_rl.ranks import join
 
@@ -79,6 +81,18 @@ def _check_ranks(config: Config) -> None:
         gpus = _gpus(config)
         if ranks > gpus and (gpus or config.device == "cuda"):
             raise ConfigError(f"ranks={ranks}: torch sees {gpus} GPU(s) and each rank needs one; fewer ranks, or device=cpu")
+
+
+def _check_resume(config: Config) -> None:
+    """Raises ConfigError where resume=must finds no run that it could go on with."""
+    if config.resume == "must":
+        newest = _newest(config.output_dir, config.name)
+        if newest is None:
+            raise ConfigError(f"resume=must: there is no run in {config.output_dir}/{config.name} to go on with")
+        if (newest / "summary.json").exists():
+            raise ConfigError(
+                f"resume=must: the newest run, {newest}, reached its end; resume={newest} with more rl.steps trains it further"
+            )
 
 
 def _gpus(config: Config) -> int:
@@ -111,20 +125,22 @@ def _job(config: DictConfig) -> None:
     own = [f"--config-dir={_own_folder()}"] if _own_folder() else []
     arguments = ["-m", "hybrid_rl.run", *own, *hydra_config.overrides.task, f"hydra.run.dir={_quoted(folder)}"]
     if hydra_config.mode == RunMode.MULTIRUN:
+        if _exit_code > 128:  # a signal ended the job before, and the sweep with it
+            return
         print(f"\nsweep job {hydra_config.job.num}: {' '.join(hydra_config.overrides.task)}", flush=True)
-        if subprocess.run([sys.executable, *arguments], check=False).returncode:
-            _exit_code = 1  # the other jobs still run
+        if code := attend([{}], arguments, config.stop_timeout):
+            _exit_code = code if code > 128 else 1  # the other jobs still run
         return
     job = cast(Config, OmegaConf.to_object(config))
     ranks = world() or job.ranks or _gpus(job) or 1  # torch loads here, after every setting was checked
     if ranks > 1 and not _ranks:
-        _exit_code = launch(ranks, arguments)
+        _exit_code = launch(ranks, arguments, job.stop_timeout)
         return
     from hybrid_rl.ranks import Ranks
     from hybrid_rl.stages import run
 
     here = _ranks or Ranks()
-    with here.failing():
+    with listening(job.stop_timeout, speaks=here.main), here.failing():
         _exit_code = run(job, folder, here)
 
 
@@ -142,14 +158,19 @@ def _folder(output_dir: str, name: str, resume: str, dry_run: bool) -> str:
     """A new folder named by the time; or the one to resume: the newest of this recipe that did not reach its end."""
     if dry_run:
         return "."
-    if resume not in ("never", "auto"):
+    if resume not in ("never", "auto", "must"):
         return resume
-    runs = sorted(config.parent for config in (Path(output_dir) / name).glob("*/config.yaml"))
-    if resume == "auto" and runs and not (runs[-1] / "summary.json").exists():
-        return str(runs[-1])
+    newest = _newest(output_dir, name)
+    if resume != "never" and newest and not (newest / "summary.json").exists():
+        return str(newest)
     started = f"{output_dir}/{name}/{datetime.now():%Y-%m-%d_%H-%M-%S}"
     numbered = (f"{started}_{n}" for n in count(2))  # two runs may start in one second
     return next(folder for folder in chain([started], numbered) if not Path(folder).exists())
+
+
+def _newest(output_dir: str, name: str) -> Path | None:
+    """The newest run of a recipe that got as far as to write its settings."""
+    return max((settings.parent for settings in (Path(output_dir) / name).glob("*/config.yaml")), default=None)
 
 
 if __name__ == "__main__":

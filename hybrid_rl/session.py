@@ -6,19 +6,23 @@ Every rank has one; rank 0's metrics, rollouts and lines are the ones that are w
 from __future__ import annotations
 
 import importlib.util
+import random
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
+from typing import NoReturn
 
+import numpy as np
 import torch
 
-from hybrid_rl import checkpoint
+from hybrid_rl import checkpoint, stop
 from hybrid_rl.config import Config, Deterministic, EngineKind, LayoutKind, Offload, OptimizerConfig
 from hybrid_rl.console import Console
 from hybrid_rl.data import TaskSets
+from hybrid_rl.doctor import versions
 from hybrid_rl.engine.base import Engine, EngineDied, EngineError
 from hybrid_rl.engine.local import LocalEngine
 from hybrid_rl.engine.sglang import SGLangEngine
@@ -31,8 +35,11 @@ from hybrid_rl.policy.optimizer import Optimizer
 from hybrid_rl.policy.sharding import local
 from hybrid_rl.ranks import Ranks
 from hybrid_rl.rollout.reward import Scorer
+from hybrid_rl.rollout.sample import request_seed
 from hybrid_rl.rollout.store import write_rollouts
 from hybrid_rl.types import Group
+
+GOES_ON = "the same command with resume=auto goes on from there"
 
 
 @dataclass(slots=True)
@@ -50,6 +57,8 @@ class Session:
     version: int = 0  # of the policy's weights: the number of RL updates they have seen
     engine_restarts: int = 0  # times that dead engines were started again
     evaluations: dict[str, float] = field(default_factory=dict)
+    best: dict[str, float] | None = None  # step and reward of RL's best evaluation, where rl.keep_best asks for it
+    saving: checkpoint.Saving | None = None  # the checkpoint that is being written
     seconds: dict[str, float] = field(default_factory=dict)  # of what has ended; a resumed run's go on
     running: dict[str, float] = field(default_factory=dict)  # when what goes on now began
 
@@ -121,16 +130,56 @@ class Session:
         prompts = [str(self.policy.tokenizer.decode(g.rollouts[0].token_ids[: g.rollouts[0].prompt_length])) for g in groups]
         write_rollouts(self.folder / "rollouts" / f"{name}.parquet", groups, prompts, advantages, trained)
 
+    def seed_step(self, stage: str, step: int) -> None:
+        """Random numbers that a step draws (no part of hybrid_rl does; a recipe's may) follow from the seed and the step, the same on every
+        rank: a resumed run draws them again without any generator's state."""
+        number = request_seed(self.config.seed, stage, step)
+        random.seed(number)
+        np.random.seed(number % 2**32)
+        torch.manual_seed(number)
+
+    # ---- checkpoints, and where a run may end ----------------------------------------------------------------------------------
+
     def save_checkpoint(self, stage: str, step: int, optimizer: Optimizer | None, critic: Critic | None = None, **state: object) -> None:
-        """Everything a later process needs to go on from here, the metrics written so far included. Collective."""
-        shared = {"version": self.version, "metrics_lines": self.metrics.lines, "evaluations": self.evaluations, "seconds": self.spent()}
-        root, keep = self.folder / "checkpoints", self.config.rl.keep_checkpoints
+        """Everything a later process needs to go on from here, the metrics written so far included. Collective.
+
+        With checkpoint.background it is on the disk only after publish_checkpoint.
+        """
+        self.publish_checkpoint()  # one at a time
+        shared = {
+            "version": self.version, "metrics_lines": self.metrics.lines, "evaluations": self.evaluations, "best": self.best,
+            "seconds": self.spent(), "versions": versions(),
+        }  # fmt: skip
         roles = {}
         if critic:
             critic.unpark()  # a step without a signal had no use for it
             roles["critic"] = critic.model, critic.optimizer
         with self.timed("checkpoint"):
-            checkpoint.save(root, stage, step, self.policy, optimizer, {**shared, **state}, keep, roles)
+            self.metrics.sync()  # a checkpoint's lines are never fewer than it says, whatever happens to the machine
+            self.saving = checkpoint.begin(self.folder / "checkpoints", stage, step, self.policy, optimizer, {**shared, **state}, roles)
+        if not self.config.checkpoint.background:
+            self.publish_checkpoint()
+
+    def publish_checkpoint(self, wait: bool = True) -> None:
+        """Make the checkpoint that is being written count, if there is one; without `wait` only where it is written. Collective."""
+        if self.saving and (wait or self.saving.ready()):
+            saving, self.saving = self.saving, None
+            with self.timed("checkpoint"):
+                saving.publish(self.config.rl.keep_checkpoints, self.best_checkpoint, self.config.checkpoint.timeout)
+
+    @property
+    def best_checkpoint(self) -> str | None:
+        """The name of its folder."""
+        return f"rl_{self.best['step']:06.0f}" if self.best else None
+
+    def stop_asked(self) -> int:
+        """The signal that asked any rank to stop, 0 for none; the same on every rank. Collective."""
+        return self.ranks.largest(stop.asked())
+
+    def stop(self, number: int, where: str) -> NoReturn:
+        """End the run, saved as it is. Collective."""
+        self.publish_checkpoint()
+        raise stop.Stopped(number, f"{where}; {GOES_ON}")
 
 
 def choose_layout(kind: LayoutKind, device: torch.device) -> Layout:

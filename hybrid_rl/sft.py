@@ -30,6 +30,7 @@ def train_sft(s: Session) -> None:
     since = time.perf_counter()
     with s.timed("sft"), s.console.progress("SFT", config.steps) as advance:
         for step in range(start + 1, config.steps + 1):
+            s.seed_step("sft", step)
             batch = curriculum.draw(config.batch_size, step)
             window.append(imitate(policy, optimizer, batch, config.label_smoothing, s.layout, s.config.policy.row_tokens))
             advance(note=f"loss {window[-1]['loss']:.3f}")
@@ -45,8 +46,14 @@ def train_sft(s: Session) -> None:
                 if step % say_every == 0 or step == config.steps:
                     s.console.say(sft_line(values, config.steps))
                 window, since = [], time.perf_counter()
-            if config.checkpoint_every and step % config.checkpoint_every == 0 and step < config.steps:
+                s.publish_checkpoint(wait=False)
+            stopping = step < config.steps and s.stop_asked()  # after the last one the stage is evaluated and saved anyway
+            due = config.checkpoint_every and step % config.checkpoint_every == 0
+            if step < config.steps and (due or stopping):
                 s.save_checkpoint("sft", step, optimizer, sampler=curriculum.sampler.state(), window=window)
+            if stopping:
+                s.stop(stopping, f"step {step} of {config.steps} of SFT is done and saved")
+    s.publish_checkpoint()
 
 
 class Curriculum:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import logging
 import os
 import shutil
+import signal
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
 import yaml
 from omegaconf import OmegaConf
+from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
 from hybrid_rl import checkpoint
@@ -23,7 +28,7 @@ from hybrid_rl.data import DataError, load_task_sets
 from hybrid_rl.doctor import cores, machine, versions
 from hybrid_rl.engine.base import EngineError
 from hybrid_rl.evaluate import evaluate
-from hybrid_rl.files import FolderInUse, alone_in, write_json, write_text
+from hybrid_rl.files import FolderInUse, alone_in, json_text, remove_unfinished, sync_tree, write_json, write_text
 from hybrid_rl.handover import HandoverError, take_back
 from hybrid_rl.launch import after_rank_0
 from hybrid_rl.metrics import Metrics
@@ -35,11 +40,15 @@ from hybrid_rl.ranks import Ranks
 from hybrid_rl.report import write_report
 from hybrid_rl.rl import train_rl
 from hybrid_rl.rollout.reward import RewardError, Scorer
-from hybrid_rl.session import ENGINES, Session, make_engine
+from hybrid_rl.session import ENGINES, GOES_ON, Session, make_engine
 from hybrid_rl.sft import train_sft
+from hybrid_rl.stop import Stopped
 
 # What ends a run with one line instead of a traceback: the line says what to do.
-EXPECTED = (ModelError, DataError, RewardError, EngineError, HandoverError, CheckpointError, TrainingDiverged, FolderInUse)
+EXPECTED = (
+    ModelError, DataError, RewardError, EngineError, HandoverError, CheckpointError, TrainingDiverged, FolderInUse, SafetensorError,
+)  # fmt: skip
+DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 TINY_PARAMETERS = 10_000_000  # below this, more threads than one cost more than they give
 
 
@@ -59,9 +68,14 @@ def run(config: Config, folder: Path, ranks: Ranks | None = None) -> int:
         after_rank_0()  # an error of all ranks is said once
         Console().say(f"hybrid_rl: {error}")
         return 1
-    except KeyboardInterrupt:
-        console.say("hybrid_rl: interrupted; the same command with resume=auto goes on from the last checkpoint")
-        return 130
+    except OSError as error:
+        if error.errno not in DISK:
+            raise
+        Console().say(f"hybrid_rl: {folder} cannot be written to: {error.strerror}; its last checkpoint is whole, {GOES_ON}")
+        return 1
+    except Stopped as stopped:
+        console.say(f"hybrid_rl: {signal.Signals(stopped.number).name}: {stopped}")
+        return 128 + stopped.number
     return 0
 
 
@@ -69,28 +83,50 @@ def _train(config: Config, folder: Path, console: Console, ranks: Ranks) -> None
     started = time.perf_counter()
     with ExitStack() as stack:
         ranks.from_main(lambda: stack.enter_context(alone_in(folder)))
-        resumed = ranks.from_main(lambda: _resume_point(config, folder))
-        scorer = Scorer(config.reward, config.rollout.reward_workers, config.rollout.reward_timeout)
+        resumed, notes = ranks.from_main(lambda: _resume_point(config, folder))
+        ranks.from_main(lambda: remove_unfinished(folder))
+        r = config.rollout
+        scorer = Scorer(config.reward, r.reward_workers, r.reward_timeout, r.reward_start_timeout)
         stack.callback(scorer.close)
         session = _build(config, folder, console, scorer, resumed, ranks)
+        stack.callback(_let_go, session)
         session.running["total"] = started
-        _introduce(session)
+        _introduce(session, notes)
         _stages(session)
         _finish(session)
+
+
+def _let_go(s: Session) -> None:
+    """However the run ended. What one rank has saved is not lost to an error in the step after; several cannot agree on it any more."""
+    with suppress(OSError):
+        s.metrics.close()
+    with suppress(CheckpointError):
+        if s.ranks.world == 1:
+            s.publish_checkpoint()
 
 
 def _stages(s: Session) -> None:
     """Evaluate, warm up, evaluate, train with RL, evaluate; a resumed run starts in the stage its checkpoint is of."""
     stage = s.resumed.state["stage"] if s.resumed else "base"
+    if number := s.stop_asked():
+        if s.resumed:
+            s.stop(number, f"it stands at {s.resumed.folder.name} as before")
+        raise Stopped(number, "nothing was trained yet, and there is nothing to go on from")
     if stage == "base":
         s.console.heading("Base model")
         _evaluate(s, "base")
+        if number := s.stop_asked():
+            s.save_checkpoint("sft" if s.config.sft.steps else "rl", 0, None)
+            s.stop(number, "the base model is evaluated and saved")
     if stage in ("base", "sft") and s.config.sft.steps:
         s.console.heading(f"SFT: {s.config.sft.steps} steps of {s.config.sft.batch_size} demonstrations")
         train_sft(s)
         _evaluate(s, "sft")
     if stage != "rl":
         s.save_checkpoint("rl", 0, None)
+        s.publish_checkpoint()  # from the first line of RL on there is one to go on from
+    if number := s.stop_asked():
+        s.stop(number, "all before RL is done and saved")
     rollout = s.config.rollout
     if s.config.rl.steps:
         s.console.heading(
@@ -99,6 +135,8 @@ def _stages(s: Session) -> None:
         with s.timed("rl"):
             train_rl(s)
         _evaluate(s, "rl", s.config.rl.steps)
+    if number := s.stop_asked():
+        s.stop(number, "all steps are done and saved, the last evaluation and the export are left")
 
 
 def _evaluate(s: Session, name: str, step: int = 0) -> None:
@@ -135,7 +173,7 @@ def _build(
     if resumed:
         resumed.restore_policy(policy)
         session.version, session.evaluations = resumed.state["version"], resumed.state["evaluations"]
-        session.seconds = resumed.state["seconds"]
+        session.seconds, session.best = resumed.state["seconds"], resumed.state["best"]
         ranks.from_main(lambda: (folder / "summary.json").unlink(missing_ok=True))  # it marks a finished run, and this one goes on
     return session
 
@@ -145,8 +183,8 @@ def _make_tiny(folder: Path, config: Config) -> None:
     tiny.create(folder, config.model.tiny, config.seed)
 
 
-def _introduce(s: Session) -> None:
-    """What the run is, the machine, and what was chosen for it."""
+def _introduce(s: Session, notes: list[str]) -> None:
+    """What the run is, the machine, and what was chosen for it; and what is new since the run was saved."""
     here, config, say = machine(), s.config, s.console.say
     say(f"hybrid_rl · recipe {config.name} · seed {config.seed} · {s.folder}")
     say(f"machine: {here['cpu']}, {here['cores']} cores, {here['memory_gib']:.0f} GiB; {here['gpu'] or 'no GPU'}")
@@ -162,30 +200,52 @@ def _introduce(s: Session) -> None:
         say("note:    top-k or top-p restrict sampling; the update still compares whole distributions, so ratios are biased")
     if s.resumed:
         say(f"resumed: {s.resumed.folder.name}, version {s.version}")
+    for note in notes:
+        say(f"note:    {note}")
 
 
-def _resume_point(config: Config, folder: Path) -> checkpoint.Checkpoint | None:
-    """The folder's newest complete checkpoint where the run may go on from it. Raises CheckpointError for a changed configuration."""
+def _resume_point(config: Config, folder: Path) -> tuple[checkpoint.Checkpoint | None, list[str]]:
+    """The folder's newest complete checkpoint where the run may go on from it, and what a reader should know about that.
+
+    Raises CheckpointError for a changed configuration, and where there was a checkpoint and is none now: nothing is begun again silently.
+    """
     if config.resume == "never":
-        return None
-    found = checkpoint.latest(folder / "checkpoints")
+        return None, []
+    root, found = folder / "checkpoints", checkpoint.latest(folder / "checkpoints")
+    lines = (folder / "metrics.jsonl").read_bytes().splitlines() if (folder / "metrics.jsonl").exists() else []
     if found is None:
-        if config.resume != "auto":
-            raise CheckpointError(f"resume={config.resume}: there is no complete checkpoint in {folder / 'checkpoints'}")
-        return None
+        incomplete = sorted(f.name for f in root.glob("[!.]*") if f.name != "reference") if root.is_dir() else []
+        trained = any(line.startswith(b'{"stage": "rl"') for line in lines)  # RL begins with a checkpoint
+        if config.resume != "auto" or incomplete or trained:
+            which = f" ({', '.join(incomplete)}: without {checkpoint.MARKER})" if incomplete else ""
+            raise CheckpointError(f"resume={config.resume}: there is no complete checkpoint in {root}{which}; resume=never for a new run")
+        killed = f"{folder} was ended before its first checkpoint; it begins again"
+        return None, [killed] if (folder / "config.yaml").exists() else []
     if found.state["stage"] == "rl" and found.state["step"] > config.rl.steps:
         raise CheckpointError(f"{found.folder} is past rl.steps={config.rl.steps}; raise rl.steps, or resume=never for a new run")
-    saved = _flat(yaml.safe_load((folder / "config.yaml").read_text()))
+    try:
+        saved = _flat(yaml.safe_load((folder / "config.yaml").read_text()))
+    except (OSError, yaml.YAMLError) as error:
+        raise CheckpointError(f"{folder / 'config.yaml'} is missing or damaged; resume=never for a new run") from error
     now = _flat(yaml.safe_load(OmegaConf.to_yaml(OmegaConf.structured(config))))
     changed = [f"{key}: {saved.get(key)} → {now.get(key)}" for key in sorted(saved.keys() | now.keys()) if saved.get(key) != now.get(key)]
     refused = [change for change in changed if not change.startswith(MAY_CHANGE)]
     if refused:
         raise CheckpointError(f"{folder} was started with other settings ({'; '.join(refused)}); use those, or resume=never for a new run")
-    return found
+    if len(lines) < (expected := found.state["metrics_lines"]):
+        raise CheckpointError(
+            f"{folder / 'metrics.jsonl'} has {len(lines)} lines, {found.folder.name} was saved after {expected}; resume=never for a new run"
+        )
+    notes = [f"changed since it was started: {change}" for change in changed if not change.startswith(("resume:", "output_dir:"))]
+    old, new = found.state["versions"], versions()
+    if other := [f"{name} {old.get(name)} → {new.get(name)}" for name in sorted(old | new) if old.get(name) != new.get(name)]:
+        notes.append(f"other code than saved it ({', '.join(other)}): the numbers may differ from those of a run that was never ended")
+    return found, notes
 
 
 MAY_CHANGE = (
-    "resume:", "output_dir:", "rl.steps:", "rl.checkpoint_every:", "rl.keep_checkpoints:", "rl.eval_every:", "ranks:", "rank_timeout:",
+    "resume:", "output_dir:", "rl.steps:", "rl.checkpoint_every:", "rl.keep_checkpoints:", "rl.keep_best:", "rl.eval_every:",
+    "sft.checkpoint_every:", "checkpoint.", "ranks:", "rank_timeout:", "stop_timeout:", "rollout.reward_start_timeout:",
     "policy.shard:", "policy.offload:", "policy.activation_checkpointing:", "handover.", "engine.timeout:", "engine.start_timeout:",
     "engine.restarts:", "engine.memory_fraction:", "engine.tensor_parallel:",
 )  # fmt: skip
@@ -201,9 +261,12 @@ def _finish(s: Session) -> None:
     """Export the model, write summary and report, say where they lie. The summary comes last: it marks a finished run."""
     with s.timed("export"):
         exported = s.folder / ".final"
-        s.ranks.from_main(lambda: _remove(exported))
+        for left in (exported, exported.with_name(f"{exported.name}_adapter")):
+            s.ranks.from_main(partial(_remove, left))
         s.policy.export(exported)
         s.ranks.from_main(lambda: _put(exported, s.folder / "final"))
+    if s.ranks.main and s.best:  # the last evaluation may have found a better one than that which was kept
+        checkpoint.prune(s.folder / "checkpoints", s.config.rl.keep_checkpoints, s.best_checkpoint)
     s.metrics.close()
     s.engine.close()
     if not s.ranks.main:
@@ -211,17 +274,20 @@ def _finish(s: Session) -> None:
     summary = {
         "name": s.config.name, "seed": s.config.seed,
         **{f"eval/{name}": s.evaluations.get(name) for name in ("base", "sft", "rl")},
+        "best": {**s.best, "checkpoint": f"checkpoints/{s.best_checkpoint}"} if s.best else None,
         "seconds": s.spent(),
         "versions": versions(), "machine": machine(), "ranks": s.ranks.world,
         "model": {"path": s.config.model.path or "embedded tiny Qwen3", "parameters": s.policy.parameter_count(),
                   "trained": sum(p.numel() for p in s.policy.trainable.values())},
         "engine": {**asdict(s.engine.stats), "cache_hit_rate": s.engine.stats.cache_hit_rate},
     }  # fmt: skip
+    report = write_report(s.folder, json.loads(json_text(summary)))
     write_json(s.folder / "summary.json", summary)
-    report = write_report(s.folder)
     s.console.heading("Done")
     course = " → ".join(f"{name} {value:.3f}" for name, value in s.evaluations.items() if name != "step")
     s.console.say(f"evaluation reward: {course}   ({s.spent()['total']:.0f} s in all)")
+    if s.best:
+        s.console.say(f"best:    {s.folder / 'checkpoints' / str(s.best_checkpoint)}, reward {s.best['reward']:.3f}")
     s.console.say(f"report:  {report}")
     s.console.say(f"samples: {s.folder / 'samples.md'}")
     s.console.say(f"model:   {s.folder / 'final'}")
@@ -234,6 +300,7 @@ def _put(exported: Path, final: Path) -> None:
     for suffix in ("", "_adapter"):
         made, wanted = (folder.with_name(folder.name + suffix) for folder in (exported, final))
         if made.exists():
+            sync_tree(made)
             _remove(wanted)
             os.replace(made, wanted)
 

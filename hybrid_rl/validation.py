@@ -217,8 +217,10 @@ def _problems(c: DictConfig) -> Iterator[tuple[str, str]]:
     yield from _algo_problems(c)
     if c.device not in ("auto", "cpu", "cuda"):
         yield "device", f"{_nearest(c.device, ['auto', 'cpu', 'cuda'])}"
-    if c.resume not in ("never", "auto") and not Path(c.resume).is_dir():
-        yield "resume", "must be never, auto, or the folder of a run"
+    if c.resume not in ("never", "auto", "must") and not Path(c.resume).is_dir():
+        yield "resume", "must be never, auto, must, or the folder of a run"
+    if c.rl.keep_best and not c.rl.eval_every:
+        yield "rl.keep_best", "compares evaluations, and rl.eval_every=0 means there are none between steps; set rl.eval_every"
     if c.model.path is not None:
         folder = Path(c.model.path)
         if not c.model.path or not (folder / "config.json").is_file():
@@ -305,7 +307,8 @@ BETWEEN = {
 }
 NOT_NEGATIVE = ("algo.kl.coef", "algo.kl.target", "algo.entropy_coef", "algo.overlong_penalty", "algo.critic.clip")
 POSITIVE = (
-    "rank_timeout", "engine.timeout", "engine.start_timeout", "rollout.temperature", "rollout.reward_timeout",
+    "rank_timeout", "stop_timeout", "checkpoint.timeout", "engine.timeout", "engine.start_timeout", "rollout.temperature",
+    "rollout.reward_timeout", "rollout.reward_start_timeout",
     *(f"{stage}.optimizer.{key}" for stage in ("sft", "rl", "algo.critic") for key in ("lr", "eps", "max_grad_norm")),
     "model.tiny.rope_theta", "model.tiny.init_std",
 )  # fmt: skip

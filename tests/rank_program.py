@@ -8,6 +8,9 @@ import os
 import subprocess
 import time
 from pathlib import Path
+from unittest.mock import patch
+
+from hybrid_rl import stop
 
 DOES = "RANK_PROGRAM_DOES"
 
@@ -30,12 +33,7 @@ def run(config, folder: Path, ranks) -> int:
     os.makedirs("facts", exist_ok=True)
     Path("facts", f".{os.getpid()}").write_text(json.dumps(facts))
     os.rename(f"facts/.{os.getpid()}", f"facts/{os.getpid()}.json")
-    try:
-        return globals()[os.environ[DOES]](config, ranks)
-    except KeyboardInterrupt:
-        if ranks.main:
-            print("interrupted", flush=True)
-        return 130
+    return globals()[os.environ[DOES]](config, ranks)
 
 
 def agrees(config, ranks) -> int:
@@ -47,7 +45,7 @@ def agrees(config, ranks) -> int:
 
 
 def works(config, ranks) -> int:
-    """Until it is ended, with a reward worker as a run has, and a program that takes no notice of anything."""
+    """Until it is asked to stop, with a reward worker as a run has, and a program that takes no notice of anything."""
     from hybrid_rl.rollout.reward import Scorer
 
     scorer = Scorer(config.reward, 1, 10)
@@ -57,11 +55,20 @@ def works(config, ranks) -> int:
     if ranks.main:
         print("at work", flush=True)
     try:
-        while True:
+        while not (number := ranks.largest(stop.asked())):
             ranks.all_gather(ranks.rank)
             time.sleep(0.01)
+        if ranks.main:
+            print("saved", flush=True)
+        return 128 + number
     finally:
         scorer.close()
+
+
+def does_not_stop(config, ranks) -> int:
+    """As `works`, in a step that takes long."""
+    with patch.object(stop, "asked", lambda: 0):
+        return works(config, ranks)
 
 
 def second_raises(config, ranks) -> int:

@@ -34,6 +34,11 @@ def hash_of_answer(completion: str, task: Task) -> float:
     return (sum(ord(c) * (i + 1) for i, c in enumerate(completion)) % 97) / 97
 
 
+def slow(completion: str, task: Task) -> float:
+    time.sleep(0.5)
+    return float(len(completion))
+
+
 def constant(completion: str, task: Task) -> float:
     return 0.5
 

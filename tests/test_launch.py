@@ -194,7 +194,7 @@ def test_a_killed_rank_ends_the_run(start, tmp_path):
 
 def test_a_rank_that_hangs_ends_the_run(start):
     started = time.monotonic()
-    output = end(start("second_hangs", [*OWN, "rank_timeout=2"]), code=1)
+    output = end(start("second_hangs", [*OWN, "rank_timeout=6"]), code=1)
     assert output.startswith("hybrid_rl: rank 0 failed\nTraceback")
     assert "imed out" in output
     assert time.monotonic() - started < 40
@@ -208,20 +208,64 @@ def test_no_rank_outlives_its_launcher(start, tmp_path, command):
     assert_gone(processes)
 
 
+HEARD = "hybrid_rl: {}: the step ends and is saved, which may take up to {} s; a second one ends at once\n"
+
+
 @pytest.mark.parametrize(
-    ("send", "code", "said"),
+    ("command", "send", "code"),
     [
-        (lambda pid: os.killpg(pid, signal.SIGINT), 130, "interrupted\n"),  # as a terminal does
-        (lambda pid: os.kill(pid, signal.SIGTERM), 143, ""),
+        (OWN, lambda pid: os.killpg(pid, signal.SIGINT), 130),  # as a terminal does
+        (OWN, lambda pid: os.kill(pid, signal.SIGTERM), 143),
+        pytest.param(TORCHRUN, lambda pid: os.killpg(pid, signal.SIGINT), 1, marks=pytest.mark.slow),
+        pytest.param(TORCHRUN, lambda pid: os.kill(pid, signal.SIGTERM), 1, marks=pytest.mark.slow),
     ],
-    ids=["ctrl-c", "SIGTERM"],
+    ids=["ctrl-c", "SIGTERM", "torchrun ctrl-c", "torchrun SIGTERM"],
 )
-def test_signals_end_every_rank(start, tmp_path, send, code, said):
-    process = start("works", OWN)
+def test_at_a_signal_every_rank_ends_where_all_agree(start, tmp_path, command, send, code):
+    process = start("works", command)
     processes = at_work(process, tmp_path)
     send(process.pid)
-    assert end(process, code=code) == said
+    output = end(process, code=code)
+    name = "SIGINT" if "SIGINT" in output else "SIGTERM"
+    assert output.startswith(HEARD.format(name, 600) + "saved\n")
+    if command is OWN:
+        assert output == HEARD.format(name, 600) + "saved\n"
     assert_gone(processes)
+
+
+def test_a_signal_to_one_rank_ends_all(start, tmp_path):
+    process = start("works", OWN)
+    processes = at_work(process, tmp_path)
+    os.kill(facts(tmp_path)[1]["pid"], signal.SIGTERM)
+    assert end(process, code=143) == "saved\n"
+    assert_gone(processes)
+
+
+@pytest.mark.parametrize("patience", [600, 1])
+def test_ranks_that_do_not_stop_are_ended(start, tmp_path, patience):
+    """By a second signal, or by stop_timeout."""
+    process = start("does_not_stop", [*OWN, f"stop_timeout={patience}"])
+    processes = at_work(process, tmp_path)
+    since = time.monotonic()
+    process.terminate()
+    if patience > 1:
+        time.sleep(0.1)
+        process.terminate()  # the same wish, delivered twice
+        time.sleep(1.2)
+        assert process.poll() is None
+        process.terminate()
+    assert HEARD.format("SIGTERM", patience) in end(process, code=143)
+    assert time.monotonic() - since < SOON + 4
+    assert_gone(processes)
+
+
+def test_a_signal_ends_a_sweep_with_its_job(start, tmp_path):
+    process = start("works", [sys.executable, *RUN, "-m", "seed=1,2"])
+    processes = at_work(process, tmp_path, ranks=1)
+    os.killpg(process.pid, signal.SIGINT)
+    assert end(process, code=130) == HEARD.format("SIGINT", 600) + "saved\n"
+    assert_gone(processes)
+    assert len(facts(tmp_path)) == 1
 
 
 def test_bad_settings_are_said_once(start, tmp_path):
@@ -263,7 +307,7 @@ def test_one_rank_for_each_gpu(monkeypatch, tmp_path, overrides, gpus, ranks):
     monkeypatch.setattr("sys.argv", ["run", "+recipe=reverse", *overrides])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr("hybrid_rl.stages.run", lambda config, folder, here: here.world)
-    monkeypatch.setattr("hybrid_rl.run.launch", lambda count, arguments: count)
+    monkeypatch.setattr("hybrid_rl.run.launch", lambda count, arguments, patience: count)
     GlobalHydra.instance().clear()
     OmegaConf.clear_resolver("run_folder")
     assert main() == (2 if ranks is None else ranks)

@@ -75,3 +75,26 @@ def test_scoring_runs_beside_its_caller_and_leaves_no_process():
     for process in psutil.Process().children(recursive=True):
         if process.pid not in before and "resource_tracker" not in " ".join(process.cmdline()):
             process.wait(timeout=10)
+
+
+@pytest.mark.parametrize("at_work", [True, False])
+def test_rewards_whose_workers_were_told_to_end_are_scored_again(at_work):
+    """SIGTERM to a whole process group, which a run takes as a wish and its workers do not."""
+    scorer = Scorer({"_target_": "tests.rewards.slow"}, workers=2, timeout=5.0)
+    try:
+        scorer.check()
+        rollouts = [rollout("a" * n, n) for n in range(4)]
+        for r in rollouts[: 3 * at_work]:
+            scorer.submit(r, TASK)
+        time.sleep(0.2)
+        workers = [p for p in psutil.Process().children() if "spawn_main" in " ".join(p.cmdline())]
+        assert len(workers) >= 2
+        for worker in workers:
+            worker.terminate()
+        psutil.wait_procs(workers, timeout=5)
+        for r in rollouts[3 * at_work :]:
+            scorer.submit(r, TASK)
+        assert scorer.finish() == 0
+        assert [r.reward for r in rollouts] == [0, 1, 2, 3]
+    finally:
+        scorer.close()

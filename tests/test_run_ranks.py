@@ -16,7 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.test_run import ENVIRONMENT, SMALL, copied, kill_when, metrics, rollouts, run, run_folder, same, start
+from tests.faults.runs import left_of
+from tests.test_run import ENVIRONMENT, SMALL, copied, metrics, rollouts, run, run_folder, start
 
 
 @pytest.fixture(scope="module")
@@ -58,15 +59,6 @@ def test_each_rank_saves_its_part(two):
     assert names == {*shards, "state.json", "COMPLETE"}
 
 
-@pytest.mark.slow
-def test_a_killed_run_of_two_ranks_goes_on_to_the_same_numbers(two, tmp_path):
-    process = start(tmp_path, "ranks=2")
-    kill_when(process, "step 3/6")
-    wait_until_gone(tmp_path)
-    run(tmp_path, "ranks=2", "resume=auto")
-    same(two[0], tmp_path)
-
-
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_run_goes_on_with_another_number_of_ranks(two, tmp_path, ranks):
     folder = copied(two, tmp_path)
@@ -94,21 +86,6 @@ def ranks_of(process: subprocess.Popen) -> list[psutil.Process]:
     return [found[rank] for rank in sorted(found)]
 
 
-def wait_until_gone(folder: Path, seconds: float = 15.0) -> None:
-    """No process works in the folder any more."""
-    until = time.time() + seconds
-    while (left := [p for p in psutil.process_iter() if works_in(p, folder)]) and time.time() < until:
-        time.sleep(0.2)
-    assert not left, left
-
-
-def works_in(process: psutil.Process, folder: Path) -> bool:
-    try:
-        return process.cwd() == str(folder) and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_is_killed_ends_the_run_in_seconds(tmp_path, victim):
@@ -123,7 +100,7 @@ def test_a_rank_that_is_killed_ends_the_run_in_seconds(tmp_path, victim):
     assert time.perf_counter() - since < 15
     assert f"rank {victim} was ended by SIGKILL" in rest
     assert "Traceback" not in rest
-    wait_until_gone(tmp_path)
+    assert not left_of(tmp_path)
     assert "step 20/20" in run(tmp_path, "ranks=2", "rl.steps=20", "resume=auto")
 
 

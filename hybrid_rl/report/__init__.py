@@ -56,8 +56,10 @@ class Run:
         return record if math.isnan(reward) else {**record, "reward": reward}
 
 
-def write_report(run_dir: Path) -> Path:
+def write_report(run_dir: Path, summary: dict[str, Any] | None = None) -> Path:
     """Write report.html and samples.md into the run's folder, atomically, and return the path of the former.
+
+    `summary` is what summary.json is about to hold; it is written after the report, since it marks a finished run.
 
     Works in the middle of a run: what is missing or only half written is left out. The same files give the same bytes.
     Raises NotADirectoryError where there is no such folder.
@@ -66,7 +68,7 @@ def write_report(run_dir: Path) -> Path:
 
     from hybrid_rl.files import atomic_file
 
-    run = read_run(Path(run_dir))
+    run = read_run(Path(run_dir), summary)
     facts, alarms = _facts(run), _alarms(run)
     evaluations = evaluation_cases(run.folder / "rollouts")
     step, last = last_step_cases(run.folder / "rollouts")
@@ -103,7 +105,7 @@ def write_report(run_dir: Path) -> Path:
     return report
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path, summary: dict[str, Any] | None = None) -> Run:
     """Read the small files of a run's folder. A step recorded twice, before and after a resume, counts as last recorded."""
     if not folder.is_dir():
         raise NotADirectoryError(f"{folder} is not a run's folder")
@@ -120,7 +122,8 @@ def read_run(folder: Path) -> Run:
             broken += 1
     ordered = sorted(records.values(), key=lambda record: record["step"])
     stages = {stage: [record for record in ordered if record["stage"] == stage] for stage in ("sft", "eval", "rl")}
-    summary = _json(_read(folder / "summary.json"))
+    if summary is None:
+        summary = _json(_read(folder / "summary.json"))
     return Run(folder, config_text, _yaml(config_text), summary, stages["sft"], stages["eval"], stages["rl"], broken)
 
 
