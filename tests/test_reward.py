@@ -1,5 +1,6 @@
 """Scoring in real worker processes: what a reward does wrong is an error on its rollout, never a number or a hang."""
 
+import signal
 import time
 
 import psutil
@@ -78,8 +79,8 @@ def test_scoring_runs_beside_its_caller_and_leaves_no_process():
 
 
 @pytest.mark.parametrize("at_work", [True, False])
-def test_rewards_whose_workers_were_told_to_end_are_scored_again(at_work):
-    """SIGTERM to a whole process group, which a run takes as a wish and its workers do not."""
+def test_workers_take_no_notice_of_what_is_meant_for_the_run(at_work):
+    """SIGTERM and Ctrl-C to a whole process group."""
     scorer = Scorer({"_target_": "tests.rewards.slow"}, workers=2, timeout=5.0)
     try:
         scorer.check()
@@ -91,7 +92,7 @@ def test_rewards_whose_workers_were_told_to_end_are_scored_again(at_work):
         assert len(workers) >= 2
         for worker in workers:
             worker.terminate()
-        psutil.wait_procs(workers, timeout=5)
+            worker.send_signal(signal.SIGINT)
         for r in rollouts[3 * at_work :]:
             scorer.submit(r, TASK)
         assert scorer.finish() == 0

@@ -10,14 +10,16 @@ import multiprocessing
 import signal
 from collections.abc import Callable, Mapping
 from concurrent.futures import TimeoutError as FutureTimeout
-from concurrent.futures.process import BrokenProcessPool
 from numbers import Real
 from typing import Any
 
 from hydra.utils import instantiate
-from pebble import ProcessExpired, ProcessFuture, ProcessPool
+from pebble import CONSTS, ProcessExpired, ProcessFuture, ProcessPool
 
 from hybrid_rl.types import Rollout, Task
+
+
+CONSTS.term_timeout = 0.2  # seconds before pebble kills a worker, which takes no notice of SIGTERM
 
 
 class RewardError(RuntimeError):
@@ -28,15 +30,12 @@ class Scorer:
     """`workers` processes that each loaded the reward once. One reward may take `timeout` seconds, then its worker is replaced."""
 
     def __init__(self, reward: Mapping[str, Any], workers: int, timeout: float, start_timeout: float = 60.0):
-        self.reward, self.workers, self.timeout, self.start_timeout = dict(reward), workers, timeout, start_timeout
-        self._pending: list[tuple[Rollout, Task, ProcessFuture]] = []
-        self._pool = self._start()
-        self._ready = self._pool.schedule(_loaded)  # starts the workers now, while the model still loads
-
-    def _start(self) -> ProcessPool:
-        return ProcessPool(
-            max_workers=self.workers, initializer=_load, initargs=(self.reward,), context=multiprocessing.get_context("spawn")
+        self.timeout, self.start_timeout = timeout, start_timeout
+        self._pending: list[tuple[Rollout, ProcessFuture]] = []
+        self._pool = ProcessPool(
+            max_workers=workers, initializer=_load, initargs=(dict(reward),), context=multiprocessing.get_context("spawn")
         )
+        self._ready = self._pool.schedule(_loaded)  # starts the workers now, while the model still loads
 
     def check(self) -> None:
         """Wait until a worker has loaded the reward. Raises RewardError with the reason where it cannot."""
@@ -46,43 +45,23 @@ class Scorer:
             raise RewardError(f"the reward cannot be loaded: {_describe(error)}") from error
 
     def submit(self, rollout: Rollout, task: Task) -> None:
-        self._pending.append((rollout, task, self._schedule(rollout, task)))
-
-    def _schedule(self, rollout: Rollout, task: Task) -> ProcessFuture:
-        arguments = (rollout.completion, task)
-        try:
-            return self._pool.schedule(_score, args=arguments, timeout=self.timeout)
-        except RuntimeError:  # the pool gives up where a worker without work is ended from outside
-            self.close()
-            self._pool = self._start()
-            return self._pool.schedule(_score, args=arguments, timeout=self.timeout)
+        self._pending.append((rollout, self._pool.schedule(_score, args=(rollout.completion, task), timeout=self.timeout)))
 
     def finish(self) -> int:
-        """Wait for everything submitted, and record each reward, or its error, on its rollout; returns the number of errors.
-
-        What was lost because SIGTERM ended its worker is scored once more: that signal is meant for the run, which goes on for now.
-        """
-        errors, limit = 0, (self.timeout + self.start_timeout) * (1 + len(self._pending))
-        for rollout, task, future in self._pending:
+        """Wait for everything submitted, and record each reward, or its error, on its rollout; returns the number of errors."""
+        errors = 0
+        for rollout, future in self._pending:
             try:
-                rollout.score(*self._result(future, rollout, task, limit))
+                rollout.score(*future.result(timeout=(self.timeout + self.start_timeout) * (1 + len(self._pending))))
             except Exception as error:  # the reward's own failure, of any kind
                 rollout.error = _describe(error, self.timeout)
                 errors += 1
         self._pending.clear()
         return errors
 
-    def _result(self, future: ProcessFuture, rollout: Rollout, task: Task, limit: float) -> tuple[float, dict[str, float]]:
-        try:
-            return future.result(timeout=limit)
-        except (BrokenProcessPool, ProcessExpired) as error:
-            if isinstance(error, ProcessExpired) and abs(error.exitcode) != signal.SIGTERM:
-                raise
-            return self._schedule(rollout, task).result(timeout=limit)
-
     def close(self) -> None:
         self._pool.stop()
-        self._pool.join()  # bounded: what does not end at SIGTERM is killed
+        self._pool.join()  # bounded: what does not end by itself is killed
 
 
 _reward: Callable[[str, Task], Any] | str = "the reward was not loaded"
@@ -90,6 +69,7 @@ _reward: Callable[[str, Task], Any] | str = "the reward was not loaded"
 
 def _load(config: dict[str, Any]) -> None:
     global _reward
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # to a whole process group it is meant for the run, which ends its workers when it ends
     try:
         _reward = instantiate(config, _partial_=True)
     except Exception as error:  # an initializer must not raise: the pool would start worker after worker
