@@ -18,7 +18,6 @@ from pebble import CONSTS, ProcessExpired, ProcessFuture, ProcessPool
 
 from hybrid_rl.types import Rollout, Task
 
-
 CONSTS.term_timeout = 0.2  # seconds before pebble kills a worker, which takes no notice of SIGTERM
 
 
