@@ -57,7 +57,7 @@ class _Host:
                 if not self.engine.server_args.disable_radix_cache:
                     for ids, parameters, positions in prefixes:
                         known |= dict.fromkeys(positions, loop.create_task(self.compute(run, ids, parameters)))
-                self.running = {loop.create_task(self.sample(run, *request, prefix=known.get(request[0]))) for request in requests}
+                self.running = {loop.create_task(self.sample(run, i, ids, how, known.get(i))) for i, ids, how in requests}
                 self.watching = loop.create_task(self.watch(run, self.running))
             elif kind == "abort":
                 await self.abort(*arguments)
