@@ -97,8 +97,7 @@ def test_half_precision_under_float32_parameters(engine_of: EngineOf, folder_of,
     completions = collect(engine, requests(), Sampling(max_tokens=24))
     take_back(policy, engine)
     own, behaviour = scored(policy, requests(), completions)
-    print("KL", float(mismatch_kl(own, behaviour).mean()), float((own - behaviour).abs().max()))
-    assert 0 < mismatch_kl(own, behaviour).mean() < 1e-3
+    assert 0 < mismatch_kl(own, behaviour).mean() < 1e-3  # measured: 5e-5 and 2e-4
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama"])
