@@ -7,7 +7,7 @@ RUN = $(VENV)/bin/python
 # The real SGLang on a machine without a GPU: small modules in tests/sglang_cpu stand in for what only CUDA has.
 # malloc must return a freed KV cache to the system, or nothing could be seen of it.
 SGLANG_VENV ?= .venv-sglang
-SGLANG_CPU = PYTHONPATH=tests/sglang_cpu SGLANG_USE_CPU_ENGINE=1 TORCHDYNAMO_DISABLE=1 OMP_NUM_THREADS=1 MALLOC_MMAP_THRESHOLD_=262144
+SGLANG_CPU = PYTHONPATH='$(CURDIR)/tests/sglang_cpu' SGLANG_USE_CPU_ENGINE=1 TORCHDYNAMO_DISABLE=1 OMP_NUM_THREADS=1 MALLOC_MMAP_THRESHOLD_=262144
 
 .PHONY: reverse test test-all check lint types doctor clean sglang-cpu test-sglang bench-engines
 
@@ -34,7 +34,7 @@ doctor: $(VENV)/installed  ## What this machine can run, and why not the rest.
 
 sglang-cpu: $(SGLANG_VENV)/installed  ## SGLang for tests on a machine without a GPU: 2 GB, a few minutes.
 
-test-sglang: $(SGLANG_VENV)/installed  ## The engine contract, deaths, hangs and ranks with the real SGLang, on the CPU.
+test-sglang: $(SGLANG_VENV)/installed  ## The engine contract, handovers, deaths, hangs and ranks with the real SGLang, on the CPU: about ten minutes.
 	$(SGLANG_CPU) $(SGLANG_VENV)/bin/python -m pytest tests/test_engine_sglang.py tests/test_sglang_*.py $(ARGS)
 
 bench-engines: $(SGLANG_VENV)/installed  ## local and SGLang side by side, on the CPU.

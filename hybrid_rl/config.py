@@ -188,7 +188,7 @@ class AlgoConfig:
 @dataclass
 class HandoverConfig:
     bucket_mib: int = 512  # weights that are whole at a time on their way to an engine with memory of its own
-    verify: bool = False  # compare engine and policy after every handover; the first of a stage always is
+    verify: bool = False  # compare engine and policy after every handover; the first of RL is always compared
 
 
 @dataclass

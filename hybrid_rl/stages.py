@@ -140,7 +140,7 @@ def _stages(s: Session) -> None:
 
 
 def _evaluate(s: Session, name: str, step: int = 0) -> None:
-    s.hand_over()
+    s.hand_over(verify=s.config.handover.verify)
     evaluate(s, name, step)
     take_back(s.policy, s.engine)
 

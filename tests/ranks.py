@@ -21,20 +21,21 @@ import torch.distributed as dist
 
 from hybrid_rl.ranks import Ranks
 
-TIMEOUT = 60.0  # seconds that a rank waits for the others, and the caller for all of them
+TIMEOUT = 60.0  # seconds that a rank waits for the others, and the caller for all of them, where a test does not say more
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "transformers", "peft", "tests.conftest", "tests.ranks"])
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
-def on_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+def on_ranks(world: int, function: Callable[..., Any], *arguments: Any, timeout: float = TIMEOUT) -> list[Any]:
     """[function(ranks, *arguments) of each rank]. Raises AssertionError with the first rank's traceback where one fails or hangs."""
     with TemporaryDirectory() as folder:
         pipes: list[tuple[Connection, Connection]] = [context.Pipe(duplex=False) for _ in range(world)]
         store = str(Path(folder) / "store")
         workers = [
-            context.Process(target=_worker, args=(Ranks(r, world, r, world), store, pipes[r][1], function, arguments)) for r in range(world)
+            context.Process(target=_worker, args=(Ranks(r, world, r, world), store, timeout, pipes[r][1], function, arguments))
+            for r in range(world)
         ]
         try:
             for worker in workers:
@@ -44,7 +45,7 @@ def on_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list[
             results: list[Any] = [None] * world
             open_ = {receiver: r for r, (receiver, _) in enumerate(pipes)}
             while open_:
-                ready = wait(list(open_), timeout=TIMEOUT + 30)
+                ready = wait(list(open_), timeout=timeout + 30)
                 assert ready, f"ranks {sorted(open_.values())} hang"
                 for receiver in ready:
                     rank = open_.pop(receiver)  # type: ignore[arg-type]
@@ -60,11 +61,13 @@ def on_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list[
                 worker.join(10)
 
 
-def _worker(ranks: Ranks, store: str, sender: Connection, function: Callable[..., Any], arguments: tuple) -> None:
+def _worker(
+    ranks: Ranks, store: str, timeout: float, sender: Connection, function: Callable[..., Any], arguments: tuple
+) -> None:  # fmt: skip
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
-            "gloo", store=dist.FileStore(store, ranks.world), rank=ranks.rank, world_size=ranks.world, timeout=timedelta(seconds=TIMEOUT)
+            "gloo", store=dist.FileStore(store, ranks.world), rank=ranks.rank, world_size=ranks.world, timeout=timedelta(seconds=timeout)
         )
         result = (True, function(ranks, *arguments))
         dist.barrier()

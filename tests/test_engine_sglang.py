@@ -79,14 +79,23 @@ class TestSGLangEngine(EngineContract):
     def test_after_new_weights_nothing_of_the_old_ones_is_left(self, make_engine, folder_of, name: str) -> None:
         super().test_after_new_weights_nothing_of_the_old_ones_is_left(make_engine, folder_of, name)
 
-    def test_a_groups_prompt_is_computed_once(self, make_engine, tiny_folder: Path) -> None:
-        """SGLang's form of it: a request that comes when its prompt is known computes the last token alone."""
-        engine = make_engine(tiny_folder, slots=1)
-        out = collect(engine, requests(size=4), Sampling(max_tokens=3))
+    def test_a_groups_prompt_is_computed_once(self, engine: SGLangEngine) -> None:
+        """And with it, in SGLang, the last token of each request's."""
+        out = collect(engine, requests(size=16), Sampling(max_tokens=3))  # 80 requests through 8 slots
         lengths = [len(p) for p in PROMPTS]
-        assert engine.stats.prompt_tokens == 4 * sum(lengths)
-        assert engine.stats.computed_prompt_tokens == sum(lengths) + 3 * len(lengths)
+        assert engine.stats.prompt_tokens == 16 * sum(lengths)
+        assert engine.stats.computed_prompt_tokens == sum(n for n in lengths if n > 1) + 16 * len(lengths)
         assert engine.stats.sampled_tokens == sum(len(c.token_ids) for c in out.values())
+
+    def test_an_abort_while_prompts_are_computed(self, engine: SGLangEngine) -> None:
+        expected = tokens(collect(engine, requests(size=16), Sampling(max_tokens=8)))
+        engine.set_version(0)
+        for _ in range(3):
+            engine.generate(requests(size=16), Sampling(max_tokens=8))
+            aborted = engine.abort()
+            assert sorted(c.id for c in aborted) == list(range(80))
+            assert all(c.token_ids == expected[c.id][: len(c.token_ids)] for c in aborted)
+        assert tokens(collect(engine, requests(size=16), Sampling(max_tokens=8))) == expected
 
     def test_waking_one_tag_leaves_the_other_asleep(self, make_engine, tiny_folder: Path) -> None:
         """Weights that slept are gone, and sampling from what is there instead is refused."""

@@ -3,12 +3,14 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 import torch
 
+from hybrid_rl import stages
 from hybrid_rl.config import Config, EngineConfig
 from hybrid_rl.engine.base import Completion, EngineDied, EngineError
 from hybrid_rl.engine.local import LocalEngine
@@ -33,6 +35,17 @@ def test_the_engine_gets_what_the_trainer_leaves() -> None:
 def test_tensor_parallelism_must_fit_the_ranks_and_the_engine(policy: Policy, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="is local; set it to 1"):
         make_engine(Config(engine=EngineConfig(tensor_parallel=2)), policy, tmp_path)
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_verify_is_for_the_handovers_of_evaluations_too(monkeypatch: pytest.MonkeyPatch, verify: bool) -> None:
+    asked: list[bool] = []
+    stage = SimpleNamespace(config=Config(), hand_over=lambda verify: asked.append(verify), policy=None, engine=None)
+    stage.config.handover.verify = verify
+    monkeypatch.setattr(stages, "evaluate", lambda *_: None)
+    monkeypatch.setattr(stages, "take_back", lambda *_: None)
+    stages._evaluate(stage, "base")
+    assert asked == [verify]
 
 
 class Mortal(LocalEngine):

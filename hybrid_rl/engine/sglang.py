@@ -137,8 +137,16 @@ class SGLangEngine:
         if requests:
             self._change_filters((sampling.temperature == 0, sampling.top_k, sampling.top_p))
             items = [(i, [*r.prompt_ids, *r.sampled_ids], self._parameters(r, sampling)) for i, r in self._run.open.items()]
-            self._ask("generate", self._run.number, items)
+            self._ask("generate", self._run.number, items, self._prefixes(items))
         return self._drain(self._run)
+
+    def _prefixes(self, items: Sequence[tuple[int, list[int], dict[str, Any]]]) -> list[tuple[list[int], dict[str, Any], list[int]]]:
+        """The prompts of several requests, for the parameters of the first of them, and their positions."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for position, request in self._run.open.items():
+            groups.setdefault(tuple(request.prompt_ids), []).append(position)
+        shared = ((prompt, positions) for prompt, positions in groups.items() if len(positions) > 1 < len(prompt))
+        return [(list(prompt), items[positions[0]][2], positions) for prompt, positions in shared]
 
     def _change_filters(self, filters: tuple[bool, int, float]) -> None:
         """A batch that once held a greedy or filtered row draws from sorted probabilities as long as it lives, and the same seed then
@@ -177,7 +185,9 @@ class SGLangEngine:
             kind, number, *rest = self._own.receive()
         except EngineDied as error:
             raise self._lost(error) from None
-        if number != run.number or kind == "progress":  # of a run that ended in an error
+        if kind == "computed":
+            self.stats.computed_prompt_tokens += rest[0]
+        if number != run.number or kind in ("progress", "computed"):  # of a run that ended in an error
             return True
         if kind == "aborted":
             return False

@@ -3,8 +3,10 @@
 SGLang expects a process of its own: it sets signal handlers, environment variables and the start method of processes, kills
 every child when it shuts down, and kills the process that called it when its scheduler dies. Here that harms nobody.
 
-Messages in: ("generate", run, [(position, input ids, sampling parameters)…]), ("abort", run), (operation, *arguments) of `_Host.operations`.
-Messages out: ("ready", facts) or ("failed", why) once; ("progress", run) at times while the scheduler is at work; ("finished", run, position, ids, log-probabilities, facts) or
+Messages in: ("generate", run, [(position, input ids, sampling parameters)…], prefixes), ("abort", run), (operation, *arguments) of `_Host.operations`.
+A prefix, (input ids, sampling parameters, positions), is computed before the requests at these positions begin.
+Messages out: ("ready", facts) or ("failed", why) once; ("progress", run) at times while the scheduler is at work; ("computed", run, number
+of prompt tokens) for each prefix; ("finished", run, position, ids, log-probabilities, facts) or
 ("refused", run, position, why) for each request; ("aborted", run) when nothing runs any more; ("done", None) or ("failed", why) for each operation.
 """
 
@@ -35,6 +37,7 @@ class _Host:
         self.engine, self.manager, self.connection = engine, engine.tokenizer_manager, connection
         self.running: set[asyncio.Task[None]] = set()
         self.watching: asyncio.Task[None] | None = None
+        self.aborting = False
         self.operations: dict[str, Callable[..., Awaitable[None]]] = {
             "release": self.release, "resume": self.resume, "begin": self.begin, "load": self.load, "end": self.end, "version": self.version,
             "flush": self.flush, "save": self.save,
@@ -49,8 +52,12 @@ class _Host:
             except (EOFError, OSError):
                 return
             if kind == "generate":
-                run, requests = arguments
-                self.running = {loop.create_task(self.sample(run, *request)) for request in requests}
+                run, requests, prefixes = arguments
+                self.aborting, known = False, dict[int, asyncio.Task[None]]()
+                if not self.engine.server_args.disable_radix_cache:
+                    for ids, parameters, positions in prefixes:
+                        known |= dict.fromkeys(positions, loop.create_task(self.compute(run, ids, parameters)))
+                self.running = {loop.create_task(self.sample(run, i, ids, how, known.get(i))) for i, ids, how in requests}
                 self.watching = loop.create_task(self.watch(run, self.running))
             elif kind == "abort":
                 await self.abort(*arguments)
@@ -61,7 +68,21 @@ class _Host:
                 except Exception as error:
                     self.connection.send(("failed", f"{kind}: {error}"))
 
-    async def sample(self, run: int, position: int, input_ids: list[int], parameters: dict[str, Any]) -> None:
+    async def compute(self, run: int, input_ids: list[int], parameters: dict[str, Any]) -> None:
+        """Requests that come at once would each compute the prefix that they share."""
+        with suppress(Exception):  # what is wrong with it they will say
+            out = await self.engine.async_generate(input_ids=input_ids, sampling_params=parameters | {"max_new_tokens": 1})
+            facts = out["meta_info"]
+            self.connection.send(("computed", run, facts["prompt_tokens"] - facts["cached_tokens"]))
+
+    async def sample(
+        self, run: int, position: int, input_ids: list[int], parameters: dict[str, Any], prefix: asyncio.Task[None] | None
+    ) -> None:  # fmt: skip
+        if prefix:
+            await prefix
+            if self.aborting:
+                self.connection.send(("finished", run, position, [], [], {"finish_reason": {"type": "abort"}}))
+                return
         try:
             out = await self.engine.async_generate(input_ids=input_ids, sampling_params=parameters, return_logprob=True)
         except Exception as error:
@@ -81,6 +102,7 @@ class _Host:
                 self.connection.send(("progress", run))
 
     async def abort(self, run: int) -> None:
+        self.aborting = True
         while self.running:  # again, since a request may be on its way to the scheduler
             self.manager.abort_request(abort_all=True)
             await asyncio.wait(self.running, timeout=0.1)
