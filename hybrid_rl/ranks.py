@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybrid_rl import watch
 from hybrid_rl.launch import AT_A_SIGNAL, launched
 from hybrid_rl.stop import asked
 
@@ -58,7 +59,8 @@ class Ranks:
         if self.world == 1:
             return [value]
         gathered: list[Any] = [None] * self.world
-        dist.all_gather_object(gathered, value, group=self.group)
+        with watch.waiting():
+            dist.all_gather_object(gathered, value, group=self.group)
         return gathered
 
     def from_main(self, function: Callable[[], T]) -> T:
@@ -71,7 +73,8 @@ class Ranks:
                 outcome[0] = function()
             except Exception as error:  # raised again below, on every rank
                 outcome[1] = error
-        dist.broadcast_object_list(outcome, group=self.group, group_src=0)
+        with watch.waiting():
+            dist.broadcast_object_list(outcome, group=self.group, group_src=0)
         if outcome[1] is not None:
             raise outcome[1] if self.main else _elsewhere(outcome[1])
         return outcome[0]
@@ -103,7 +106,8 @@ class Ranks:
     def sum(self, values: Tensor) -> Tensor:
         """Element-wise sum over ranks, in place."""
         if self.world > 1:
-            dist.all_reduce(values, group=self.group)
+            with watch.waiting():
+                dist.all_reduce(values, group=self.group)
         return values
 
     @contextmanager

@@ -50,7 +50,7 @@ def train_rl(s: Session) -> None:
         with phases("update"):
             trained, advantages = learner.learn(batch, step)
             s.version += 1
-        s.save_rollouts(f"step_{step:04d}", batch.all_groups, advantages, {group.id for group in batch.groups})
+        s.save_rollouts(f"step_{step:04d}", batch.all_groups, advantages, {group for group, _ in advantages})
         values = {"step": step, "version": s.version, **rollout_metrics(batch), **trained, **phase_metrics(phases, batch, s.ranks)}
         values |= {**prompt_metrics(before, engine.stats, s.ranks), "engine_restarts": s.engine_restarts - restarts}
         begun = alarms.check(values)
