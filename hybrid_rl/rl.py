@@ -62,6 +62,7 @@ def train_rl(s: Session) -> None:
         if due or step == config.steps or stopping:
             states = {"collector": collector.state(), "learner": learner.state(), "alarms": alarms.state()}
             s.save_checkpoint("rl", step, optimizer, learner.critic, **states)
+        s.console.reward_faults(batch.examples)
         s.console.say(step_line(values, config.steps))
         for line in begun.values():
             s.console.say(f"  ! {line}")

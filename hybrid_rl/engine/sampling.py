@@ -34,6 +34,7 @@ def sample(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor,
         # right=True: the first entry whose cumulative exceeds the target, so an entry of probability 0 is never drawn
         target = torch.minimum(uniform[:, None] * cumulative[:, -1:], torch.nextafter(cumulative[:, -1:], cumulative.new_zeros(())))
         ids = torch.searchsorted(cumulative, target, right=True)
+        ids.clamp_(max=logits.shape[-1] - 1)  # past the end where logits are NaN, as the log-probability then shows
     return ids[:, 0], logprobs.gather(-1, ids)[:, 0]
 
 
