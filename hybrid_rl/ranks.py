@@ -100,7 +100,8 @@ class Ranks:
         if self.world == 1:
             return value
         found = torch.tensor(value)
-        dist.all_reduce(found, dist.ReduceOp.MAX)
+        with watch.waiting():
+            dist.all_reduce(found, dist.ReduceOp.MAX)
         return int(found)
 
     def sum(self, values: Tensor) -> Tensor:
@@ -163,8 +164,21 @@ def _exit(code: int) -> NoReturn:
     os._exit(code)
 
 
+_patience = timedelta(days=7)  # of a collective
+
+
+def patient(group: dist.ProcessGroup) -> None:
+    """A group that torch made gets the patience of the whole run's; its own would be ten minutes with NCCL, whatever is configured."""
+    dist.distributed_c10d._set_pg_timeout(_patience, group)
+
+
 def join(timeout: float, device: str = "auto") -> Ranks:
-    """Join the ranks that the launcher started (environment variables of torchrun); `timeout` s bound every later wait for the others."""
+    """Join the ranks that the launcher started (environment variables of torchrun).
+
+    Our launcher watches them (`watch`) and says more of one that hangs than a collective could, so collectives wait as long as it does.
+    Under another launcher `timeout` s bound every wait for the others.
+    """
+    global _patience
     if not launched():
         return Ranks()
     rank, world, local_rank, local_world = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
@@ -172,5 +186,7 @@ def join(timeout: float, device: str = "auto") -> Ranks:
     gpu = device != "cpu" and torch.cuda.is_available()
     if gpu:
         torch.cuda.set_device(ranks.local_rank)
-    dist.init_process_group(BACKENDS["cuda" if gpu else "cpu"], timeout=timedelta(seconds=timeout))
+    if watch.NOTES not in os.environ:
+        _patience = timedelta(seconds=timeout)
+    dist.init_process_group(BACKENDS["cuda" if gpu else "cpu"], timeout=_patience)
     return ranks
