@@ -88,3 +88,14 @@ def fails_every(completion: str, task: Task, n: int) -> float:
     if int(task.answer) % n == 0:
         raise TimeoutError("the checker's host does not answer")
     return hash_of_answer(completion, task)
+
+
+def by_hash(completion: str, task: Task) -> float:
+    """Python's own hash of a text, another one in every process unless it is told otherwise."""
+    return hash(completion) % 97 / 97
+
+
+def hangs_on_rank_1(completion: str, task: Task) -> float:
+    if os.environ.get("RANK") == "1":
+        time.sleep(1000)
+    return hash_of_answer(completion, task)
