@@ -20,7 +20,7 @@ def make_deterministic(seed: int) -> None:
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # or cuBLAS picks how it sums by what is free
     os.environ["PYTHONHASHSEED"] = str(seed % 2**32)
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # a check for reads of unset memory that costs a pass over it
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a check that costs a pass over memory
     torch.backends.cudnn.benchmark = False
     random.seed(seed)
     np.random.seed(seed % 2**32)

@@ -116,17 +116,18 @@ class Learner:
                 members, own, chosen = self._select(minibatch, given, kept)
                 if not members:
                     continue
-                rollouts, result = [batch.rollouts[i] for i in members], {}
+                rollouts = [batch.rollouts[i] for i in members]
+                result: dict[str, float] = {}
                 bad = BadBatch(
                     "policy", step, batch.groups, members, dict(_columns(own)), {"divisor": own.divisor, "kl_coef": self.kl_coef}
                 )
                 if self.critic:
                     assert scored.values is not None
                     assert targets is not None
-                    moved = {"values": scored.values[chosen], "targets": targets[chosen]}
-                    result |= self.critic.update(rollouts, *moved.values(), own, *self._rows)
+                    values, goals = scored.values[chosen], targets[chosen]
+                    result |= self.critic.update(rollouts, values, goals, own, *self._rows)
                     if self.critic.optimizer.fault:
-                        self._keep(replace(bad, kind="critic", columns={**bad.columns, **moved}))
+                        self._keep(replace(bad, kind="critic", columns={**bad.columns, "values": values, "targets": goals}))
                 if not self.critic or step > algo.critic.warmup_steps:
                     updated, ratios = update(self.s.policy, self.optimizer, rollouts, own, objective, self._temperature, *self._rows)
                     if self.optimizer.fault:

@@ -73,10 +73,11 @@ Current thread 0x00007f0002 (most recent call first):
     assert main_thread("") == []
 
 
+SIGNAL = "reward._target_=tests.rewards.hash_of_answer"  # or there is nothing to update
 WHERE = {
-    "update": (["algo.loss._target_=tests.hangs.loss", "+algo.loss.rank=1"], "update", "in sleeps_in_the_loss", 1),
+    "update": (["algo.loss._target_=tests.hangs.loss", "+algo.loss.rank=1", SIGNAL], "update", "in sleeps_in_the_loss", 1),
     "reward": (["reward._target_=tests.rewards.hangs_on_rank_1", "rollout.reward_timeout=1000"], "eval", "in finish", 1),
-    "alone": (["algo.loss._target_=tests.hangs.loss", "+algo.loss.rank=0", "ranks=1"], "update", "in sleeps_in_the_loss", 0),
+    "alone": (["algo.loss._target_=tests.hangs.loss", "+algo.loss.rank=0", SIGNAL, "ranks=1"], "update", "in sleeps_in_the_loss", 0),
 }
 
 
