@@ -51,7 +51,9 @@ class Ranks:
         """This rank among its team of `size` neighbours, who agree among themselves; `size` divides the number of ranks."""
         if size == 1:
             return Ranks()
-        groups = [dist.new_group(list(range(first, first + size)), backend="gloo") for first in range(0, self.world, size)]
+        groups = [
+            dist.new_group(list(range(first, first + size)), backend="gloo", timeout=_patience) for first in range(0, self.world, size)
+        ]
         return Ranks(self.rank % size, size, self.local_rank % size, size, groups[self.rank // size])
 
     def all_gather(self, value: T) -> list[T]:

@@ -87,9 +87,9 @@ def agreed(ranks: Ranks, fault: Fault) -> Fault:
 def broken_weight(policy: Policy) -> str | None:
     """The name of a weight that is not finite, or None. Collective: every rank looks at its own rows, and all return the same."""
     rows = [local(p) for p in policy.parameters.values()]
-    largest = torch._foreach_norm([r for r in rows if r.numel()], math.inf)
-    bad = (~torch.stack(largest).isfinite().all()).float() if largest else torch.zeros((), device=policy.device)
+    sums = torch.stack([r.sum(dtype=torch.float32) for r in rows])  # the cheapest that a NaN or infinity leaves a trace in
+    bad = (~sums.isfinite().all()).float()
     if not float(policy.ranks.sum(bad)):
         return None
     own = next((name for name, r in zip(policy.parameters, rows, strict=True) if not bool(r.isfinite().all())), None)
-    return next(name for name in policy.ranks.all_gather(own) if name)
+    return next((name for name in policy.ranks.all_gather(own) if name), None)  # None: only a sum overflowed
