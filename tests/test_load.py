@@ -102,7 +102,7 @@ class Lines(Metrics):
 
     def write(self, stage: str, **values: Any) -> None:
         super().write(stage, **values)
-        self.times.append(time.perf_counter())
+        self.times.append(time.process_time())  # of this process's own work: who shares the machine does not count
         if len(self.times) % 50 == 0:
             self.use.take()
 
@@ -134,7 +134,7 @@ def test_two_thousand_steps(tmp_path: Path, record_property: Callable[[str, obje
     growth = use.growth()
     record_property("growth", growth)
     record_property("seconds", times[-1] - times[0])
-    print(growth, f"{times[-1] - times[0]:.0f} s, second half {slower:.3f} of the first")
+    print(growth, f"{times[-1] - times[0]:.0f} s of work, second half {slower:.3f} of the first")
     assert s.version == 2000
     assert len(os.listdir(tmp_path / "rollouts")) == 2000 + 19
     assert growth["MiB"] < 8
