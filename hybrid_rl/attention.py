@@ -85,7 +85,10 @@ class Packed:
             bounds = self._bounds(query.device)
             longest = max(self.lengths)
             q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-            return flash_attn_varlen_func(q, k, v, bounds, bounds, longest, longest, softmax_scale=scaling, causal=True)[None]
+            repeats = torch.are_deterministic_algorithms_enabled()  # of the gradient; a second pass over it
+            return flash_attn_varlen_func(
+                q, k, v, bounds, bounds, longest, longest, softmax_scale=scaling, causal=True, deterministic=repeats
+            )[None]
         parts = zip(*(x.split(self.lengths, dim=2) for x in (query, key, value)), strict=True)
         return torch.cat([grouped_sdpa(q, k, v, scaling) for q, k, v in parts], dim=2).transpose(1, 2)
 

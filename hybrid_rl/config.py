@@ -139,7 +139,7 @@ class PolicyConfig:
     lora: LoraConfig = field(default_factory=LoraConfig)
     layout: LayoutKind = LayoutKind.auto
     row_tokens: int = 2048  # tokens of one packed row: what a forward/backward holds at a time
-    max_bad_steps: int = 3  # steps in a row with a non-finite gradient before the run ends
+    max_bad_steps: int = 3  # steps in a row with a number that is not finite before the run ends
 
 
 @dataclass
@@ -204,6 +204,7 @@ class RolloutConfig:
     reward_workers: int = 1  # processes that score while others generate
     reward_timeout: float = 10.0  # seconds for one reward
     reward_start_timeout: float = 60.0  # seconds for a worker to load the reward
+    max_reward_failures: float = 0.5  # share of a step's rewards that may fail (raise, time out, …) before the run ends
 
 
 @dataclass
@@ -246,8 +247,9 @@ class Config:
     seed: int = 0
     device: str = "auto"  # auto, cpu, cuda
     ranks: int = 0  # processes that train together; 0: one for each visible GPU, one on the CPU
-    rank_timeout: float = 1800.0  # seconds that a rank waits for the others
+    rank_timeout: float = 1800.0  # seconds without any progress after which a rank hangs, and the run ends
     stop_timeout: float = 600.0  # seconds from SIGTERM or Ctrl-C in which the running step ends and is saved; then the run is killed
+    deterministic: bool = False  # only operations that give the same bits every time: slower on a GPU, see docs/faults.md
     threads: int = 0  # CPU threads of torch; 0: one for tiny models, all cores otherwise
     output_dir: str = "outputs"
     resume: str = (

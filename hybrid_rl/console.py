@@ -17,9 +17,21 @@ class Console:
 
     def __init__(self, quiet: bool = False) -> None:
         self._rich = RichConsole(highlight=False, soft_wrap=True, quiet=quiet)
+        self._said: set[str] = set()
 
     def say(self, text: str = "") -> None:
         self._rich.print(text, markup=False)
+
+    def say_once(self, key: str, text: str) -> None:
+        """The first text of each key."""
+        if key not in self._said:
+            self._said.add(key)
+            self.say(text)
+
+    def reward_faults(self, examples: dict[str, str]) -> None:
+        """The first example of each kind of fault that a reward had, once a run."""
+        for kind, example in examples.items():
+            self.say_once(f"reward {kind}", f"reward failed ({kind}), {example}; the next ones of this kind are only counted")
 
     def heading(self, text: str) -> None:
         self._rich.print(f"\n{text}", style="bold", markup=False)
@@ -53,15 +65,20 @@ def step_line(m: dict[str, Any], steps: int) -> str:
         f"trunc {m['truncated']:.1%}  entropy {m['entropy']:.3f}  mismatch {m['mismatch_kl']:.0e}  {reference}clip {m['clip_fraction']:.1%}  "
         f"grad {m['grad_norm']:.2f}  {m['tokens_per_second'] / 1000:.1f}k tok/s  {m['memory_gib']:.2f} GiB  {sum(seconds.values()):.2f} s ({phases})"
     )
-    notes = [f"{m[key]:.0f} {text}" for key, text in COUNTERS.items() if m.get(key)]
+    notes = [f"{m[key]:.0f} {text}{_kinds(m) if key == 'reward_errors' else ''}" for key, text in COUNTERS.items() if m.get(key)]
     return line + ("  ! " + ", ".join(notes) if notes else "")
+
+
+def _kinds(m: dict[str, Any]) -> str:
+    kinds = ", ".join(f"{kind} {count}" for kind, count in m.get("reward_faults", {}).items())
+    return f" ({kinds})" if kinds else ""
 
 
 COUNTERS = {
     "silent_groups": "silent groups replaced",
     "missing_groups": "groups missing",
     "reward_errors": "rewards failed",
-    "skipped": "update skipped (gradient not finite)",
+    "skipped": "update skipped (a number is not finite)",
     "engine_restarts": "× engine restarted",
 }
 
@@ -76,7 +93,7 @@ def sft_line(m: dict[str, Any], steps: int) -> str:
 
 def eval_line(m: dict[str, Any]) -> str:
     """One evaluation in one line; of several samples a task the reward is their mean, and pass@1 and the largest pass@k say the rest."""
-    failed = f"  ! {m['reward_errors']} rewards failed" if m["reward_errors"] else ""
+    failed = f"  ! {m['reward_errors']} rewards failed{_kinds(m)}" if m["reward_errors"] else ""
     pass_at = m.get("pass_at", {})
     shown = " ".join(f"pass@{k} {pass_at[k]:.2f}" for k in dict.fromkeys([*list(pass_at)[:1], *list(pass_at)[-1:]]))
     samples = f" × {m['samples']} samples, {shown}" if pass_at else ""

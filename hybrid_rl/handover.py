@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hybrid_rl.engine.base import KV_CACHE, WEIGHTS, Engine, EngineDied
 from hybrid_rl.policy.model import Policy
+from hybrid_rl.policy.numbers import broken_weight
 from hybrid_rl.policy.optimizer import Optimizer
 
 BUCKET_BYTES = 512 * 2**20
@@ -29,7 +30,12 @@ def hand_over(
 
     Returns the bytes that this rank copied. An engine that samples from the policy's own parameters has nothing to copy: they are
     unsharded in place. `verify` then compares name by name. Collective: an error on one rank is raised on all.
+    Raises HandoverError for weights that are not finite before anything moves.
     """
+    if name := broken_weight(policy):
+        raise HandoverError(
+            f"{name} of the policy's weights is infinite or NaN (version {version}); nothing sound can be sampled from them"
+        )
     policy.ranks.on_all(lambda: engine.wake([WEIGHTS]))
     shared, moved = engine.shares(policy.sampler), 0
     if shared:

@@ -11,11 +11,14 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 
+from hybrid_rl import watch
 from hybrid_rl.stop import SIGNALS, asked, end_now, kill_children, listening
 
 LAUNCHER = "HYBRID_RL_LAUNCHER"  # process id of the one that started this rank
@@ -55,10 +58,11 @@ def _watch(launcher: int) -> None:
     end_now(1)
 
 
-def launch(count: int, arguments: Sequence[str], patience: float = 60.0) -> int:
+def launch(count: int, arguments: Sequence[str], run_folder: Path, timeout: float, patience: float = 60.0) -> int:
     """Run python with `arguments` as `count` ranks; returns the exit code: that of the first that fails, 128 + n where signal n ended the run.
 
-    The first rank to fail ends the others. SIGTERM and Ctrl-C are passed on to the ranks, which have `patience` seconds to end.
+    The first rank to fail ends the others, and so does one without any progress for `timeout` seconds; stacks are written to
+    run_folder/stacks then. SIGTERM and Ctrl-C are passed on to the ranks, which have `patience` seconds to end.
     """
     from torch.distributed import TCPStore
 
@@ -72,20 +76,25 @@ def launch(count: int, arguments: Sequence[str], patience: float = 60.0) -> int:
     }  # fmt: skip
     if sys.platform == "linux":
         shared |= {name: os.environ.get(name, "lo") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
-    try:
-        return attend([{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)], arguments, patience)
-    finally:
-        del store  # it lives as long as the ranks
+    with tempfile.TemporaryDirectory() as notes:
+        watched = watch.Watch(Path(notes), timeout, run_folder / "stacks")
+        environments = [{**shared, watch.NOTES: notes, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+        code = attend(environments, arguments, patience, watched)
+    del store  # it lives as long as the ranks
+    return code
 
 
-def attend(environments: Sequence[dict[str, str]], arguments: Sequence[str], patience: float) -> int:
+def attend(environments: Sequence[dict[str, str]], arguments: Sequence[str], patience: float, watched: watch.Watch | None = None) -> int:
     """Run python with `arguments` once for each of `environments`, together, until all have ended or one has failed. As `launch` says."""
     processes: list[subprocess.Popen[bytes]] = []
     with listening(patience + MARGIN, speaks=False):
         try:
             for environment in environments:  # in sessions of their own: a terminal's signals reach them through this process only
                 processes.append(subprocess.Popen([sys.executable, *arguments], env=os.environ | environment, start_new_session=True))
-            failed = _wait(processes)
+            failed = _wait(processes, watched)
+        except watch.Hangs as error:
+            print(error, file=sys.stderr)
+            return 1
         finally:
             _end(processes)
         codes = [process.returncode for process in processes]
@@ -100,9 +109,12 @@ def attend(environments: Sequence[dict[str, str]], arguments: Sequence[str], pat
     return 1
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int | None:
-    """Until all have ended; the first that failed, or None. Those that end because a signal asked them to do so end together."""
-    told, since = False, 0.0
+def _wait(processes: Sequence[subprocess.Popen[bytes]], watched: watch.Watch | None) -> int | None:
+    """Until all have ended; the first that failed, or None. Those that end because a signal asked them to do so end together.
+
+    Raises Hangs where one of those that are watched does.
+    """
+    told, since, pids = False, 0.0, {i: process.pid for i, process in enumerate(processes)}
     while True:
         ended = {i: code for i, process in enumerate(processes) if (code := process.poll()) is not None}
         bad = {i: code for i, code in ended.items() if code not in (0, *AT_A_SIGNAL)}
@@ -118,6 +130,8 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int | None:
             for i, process in enumerate(processes):
                 if i not in ended:
                     process.send_signal(asked())
+        if watched and not ended:
+            watched.look(pids)
         time.sleep(0.05)
 
 

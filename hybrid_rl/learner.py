@@ -6,9 +6,10 @@ every model's log-probabilities → advantages → corrections → epochs × min
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,8 +20,11 @@ from hybrid_rl.algo import kl
 from hybrid_rl.algo.batch import Given, Scored
 from hybrid_rl.algo.mismatch import mismatch_kl
 from hybrid_rl.algo.ratio import quantiles
-from hybrid_rl.config import KlPlace, OldLogprobs
+from hybrid_rl.bad import BadBatch, keep
+from hybrid_rl.config import AlgoConfig, KlPlace, OldLogprobs
 from hybrid_rl.policy.layout import sampled_tokens
+from hybrid_rl.policy.numbers import Fault, alone, broken_weight, find, finite
+from hybrid_rl.policy.optimizer import TrainingDiverged
 from hybrid_rl.policy.update import Objective, score, update
 from hybrid_rl.roles import Frozen, make_critic, make_reference, make_teacher
 from hybrid_rl.rollout.collector import Batch
@@ -29,6 +33,7 @@ from hybrid_rl.types import Rollout
 
 REPORTED = ("loss", "entropy", "mismatch_kl", "clip_fraction", "grad_norm", "lr", "skipped")  # of every step, whatever happened in it
 ESTIMATORS = {"k1": kl.k1, "k2": kl.k2, "k3": kl.k3}
+RECOMPUTED, REFERENCE, TEACHER, VALUE = "recomputed log-probability", "reference's log-probability", "teacher's log-probability", "value"
 Advantages = dict[tuple[int, int], float]  # of (group id, index): the mean over the rollout's tokens
 
 
@@ -58,7 +63,7 @@ class Learner:
         self.advantages = instantiate(algo.advantage, _partial_=True)
         self.aggregate = instantiate(algo.aggregation, _partial_=True)
         self.corrections = {name: instantiate(part, _partial_=True) for name, part in algo.correction.items()}
-        self.loss, self.kl, self.kl_coef = instantiate(algo.loss, _partial_=True), ESTIMATORS[algo.kl.estimator.value], algo.kl.coef
+        self.kl, self.kl_coef = ESTIMATORS[algo.kl.estimator.value], algo.kl.coef
         wanted = needs(algo.advantage)
         self.greedy = "greedy" in wanted
         a_step, warmup = algo.epochs * algo.minibatches, algo.critic.warmup_steps if "values" in wanted else 0
@@ -90,31 +95,47 @@ class Learner:
             return numbers, {}
         minibatches = _split(batch, algo.minibatches)
         scored, reference = self._score(batch, minibatches)
+        columns = _recorded(scored, reference)
         advantages, targets = _pair(self.advantages(scored))
         if advantages.shape == scored.outcomes.shape and advantages.shape != scored.rollout.shape:
             advantages = scored.to_tokens(advantages)
         corrections, kept, dropped = self._correct(scored)
+        columns |= {"advantage": advantages, "correction": corrections} | ({} if targets is None else {"target": targets})
+        if not finite(columns.values()):
+            self.optimizer.skip(self._locate(columns, batch.rollouts))
+            self._keep(BadBatch("scored", step, batch.groups, range(len(batch.rollouts)), columns))
+            return numbers | {"skipped": 1.0}, {}
         numbers |= dropped | {"advantage_std": float(advantages[kept].std()) if kept.sum() > 1 else 0.0}
         if scored.values is not None and targets is not None:
             numbers["explained_variance"] = _explained(scored.values[kept], targets[kept])
-        objective = Objective(self.loss, self.kl, self.kl_coef if algo.kl.place == KlPlace.loss else 0.0, algo.entropy_coef)
+        objective = objective_of(algo, self.kl_coef)
         given = Given(advantages, scored.old_logprobs, scored.behaviour_logprobs, scored.rollout, corrections, kept.float(), 1.0, reference)
         results, log_ratios = [], []
         for _ in range(algo.epochs):
             for minibatch in minibatches:
-                rollouts, own, chosen = self._select(minibatch, given, kept)
-                if not rollouts:
+                members, own, chosen = self._select(minibatch, given, kept)
+                if not members:
                     continue
+                rollouts = [batch.rollouts[i] for i in members]
                 result: dict[str, float] = {}
+                bad = BadBatch(
+                    "policy", step, batch.groups, members, dict(_columns(own)), {"divisor": own.divisor, "kl_coef": self.kl_coef}
+                )
                 if self.critic:
                     assert scored.values is not None
                     assert targets is not None
-                    result |= self.critic.update(rollouts, scored.values[chosen], targets[chosen], own, *self._rows)
+                    values, goals = scored.values[chosen], targets[chosen]
+                    result |= self.critic.update(rollouts, values, goals, own, *self._rows)
+                    if self.critic.optimizer.fault:
+                        self._keep(replace(bad, kind="critic", columns={**bad.columns, "values": values, "targets": goals}))
                 if not self.critic or step > algo.critic.warmup_steps:
                     updated, ratios = update(self.s.policy, self.optimizer, rollouts, own, objective, self._temperature, *self._rows)
+                    if self.optimizer.fault:
+                        self._keep(bad)
                     result |= updated | {"skipped": updated["skipped"] + result.get("skipped", 0.0)}
                     log_ratios.append(ratios)
                 results.append(result)
+        self._check_weights(step)
         numbers |= _means(results)
         numbers |= {f"ratio_{name}": value for name, value in quantiles(torch.cat(log_ratios)).items()} if log_ratios else {}
         if algo.old_logprobs == OldLogprobs.recomputed:
@@ -140,8 +161,7 @@ class Learner:
 
         def of(role: Frozen | None) -> Tensor:
             """By minibatch, in the very rows of the update: equal weights then give equal numbers, to the bit."""
-            with role.awake() if role else nullcontext(self.s.policy) as model:
-                return torch.cat([score(model, part.rollouts, self._temperature, *self._rows) for part in minibatches])
+            return torch.cat([self._of(role, part.rollouts) for part in minibatches])
 
         behaviour = sampled_tokens(rollouts, device).behaviour_logprobs
         cut = [algo.mask_truncated and r.finish_reason == "length" for r in rollouts]
@@ -164,6 +184,20 @@ class Learner:
             scored.penalties = -self.kl_coef * self.kl(scored.old_logprobs, reference)
         return scored, reference
 
+    def _of(self, role: Frozen | None, rollouts: Sequence[Rollout]) -> Tensor:
+        with role.awake() if role else nullcontext(self.s.policy) as model:
+            return score(model, rollouts, self._temperature, *self._rows)
+
+    def _locate(self, columns: dict[str, Tensor], rollouts: Sequence[Rollout]) -> Fault:
+        """The first number that is not finite, of the sample that brought it."""
+        models: dict[str, Callable[[list[Rollout]], Tensor]] = {
+            RECOMPUTED: lambda r: self._of(None, r), REFERENCE: lambda r: self._of(self.reference, r),
+            TEACHER: lambda r: self._of(self.teacher, r), VALUE: lambda r: self.critic.values(r, *self._rows) if self.critic else torch.zeros(0),
+        }  # fmt: skip
+        fault = find(columns, rollouts)
+        assert fault is not None
+        return alone(fault, models[fault.what], rollouts) if fault.what in models else fault
+
     def _correct(self, scored: Scored) -> tuple[Tensor, Tensor, dict[str, float]]:
         """Every correction together: weights multiply [N], and a token is kept [N] where all keep it; with what was dropped."""
         weights, kept = torch.ones_like(scored.old_logprobs), scored.to_tokens(scored.kept)
@@ -177,7 +211,26 @@ class Learner:
             numbers["dropped"] = float(dropped.float().mean())
         return weights, kept, numbers
 
-    def _select(self, minibatch: Minibatch, given: Given, kept: Tensor) -> tuple[list[Rollout], Given, Tensor]:
+    def _keep(self, bad: BadBatch) -> None:
+        """Name the fault of the step that was just skipped and keep its batch. Raises TrainingDiverged where there were too many in a row."""
+        optimizer, model, folder = self.optimizer, self.s.policy, self.s.model_folder
+        if bad.kind == "critic":
+            assert self.critic is not None
+            optimizer, model, folder = self.critic.optimizer, self.critic.model, Path(self.s.config.algo.critic.path or folder)
+        assert optimizer.fault is not None
+        keep(self.s, replace(bad, facts={**bad.facts, "scale": optimizer.scale}), optimizer.fault, model, folder)
+        optimizer.check()
+
+    def _check_weights(self, step: int) -> None:
+        """Raises TrainingDiverged where a weight is not finite, which no skipped step could mend: before it reaches engine or checkpoint."""
+        for what, model in (("policy", self.s.policy), *([("critic", self.critic.model)] if self.critic else [])):
+            if name := broken_weight(model):
+                raise TrainingDiverged(
+                    f"after the update of step {step} the {what}'s {name} is infinite or NaN; lower the learning rate. "
+                    "The same command with resume=auto goes on from the last checkpoint"
+                )
+
+    def _select(self, minibatch: Minibatch, given: Given, kept: Tensor) -> tuple[list[int], Given, Tensor]:
         """The minibatch's rollouts of which the loss sees something, what is given of their tokens, and which those are [N] bool."""
         last = minibatch.first + len(minibatch.rollouts)
         alive = set(given.rollout[kept].tolist())
@@ -185,8 +238,23 @@ class Learner:
         chosen = torch.isin(given.rollout, torch.tensor(numbers, dtype=torch.int64, device=kept.device))
         weights, divisor = self.aggregate(kept[chosen], given.rollout[chosen], self.s.config.rollout.max_tokens)
         columns = {name: column[chosen] for name, column in _columns(given)}
-        given = replace(given, **columns, weights=weights, divisor=divisor)
-        return [minibatch.rollouts[i - minibatch.first] for i in numbers], given, chosen
+        given = replace(given, **columns | {"weights": weights}, divisor=divisor)
+        return numbers, given, chosen
+
+
+def objective_of(algo: AlgoConfig, kl_coef: float) -> Objective:
+    coef = kl_coef if algo.kl.place == KlPlace.loss else 0.0
+    return Objective(instantiate(algo.loss, _partial_=True), ESTIMATORS[algo.kl.estimator.value], coef, algo.entropy_coef)
+
+
+def _recorded(scored: Scored, reference: Tensor | None) -> dict[str, Tensor]:
+    """Every number that the batch was scored with, by the name that a person knows it by."""
+    names = {
+        "reward": scored.outcomes, "engine's log-probability": scored.behaviour_logprobs, RECOMPUTED: scored.old_logprobs,
+        REFERENCE: reference, TEACHER: scored.teacher_logprobs, VALUE: scored.values,
+        "greedy reward": scored.greedy, "penalty": scored.penalties,
+    }  # fmt: skip
+    return {name: column for name, column in names.items() if column is not None}
 
 
 def _split(batch: Batch, minibatches: int) -> list[Minibatch]:
@@ -204,7 +272,7 @@ def _pair(result: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None
 
 
 def _columns(given: Given) -> Iterator[tuple[str, Tensor]]:
-    names = ("advantages", "old_logprobs", "behaviour_logprobs", "rollout", "corrections", "reference_logprobs")
+    names = ("advantages", "old_logprobs", "behaviour_logprobs", "rollout", "corrections", "weights", "reference_logprobs")
     return ((name, column) for name in names if (column := getattr(given, name)) is not None)
 
 

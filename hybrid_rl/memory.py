@@ -10,6 +10,8 @@ import psutil
 import torch
 from torch import Tensor
 
+from hybrid_rl import watch
+
 
 def used_gib(device: torch.device) -> float:
     """Memory in use: the device's allocations on a GPU, this process's resident set on the CPU."""
@@ -29,7 +31,8 @@ class Phases:
     def __call__(self, name: str) -> Iterator[None]:
         before, start = used_gib(self.device), time.perf_counter()
         try:
-            yield
+            with watch.phase(name):
+                yield
         finally:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)

@@ -44,6 +44,7 @@ def rollout_metrics(batch: Batch) -> dict[str, Any]:
         "missing_groups": batch.missing_groups,
         "replacement_rounds": batch.replacement_rounds,
         "reward_errors": batch.reward_errors,
+        "reward_faults": dict(sorted(batch.reward_faults.items())),
     }
 
 

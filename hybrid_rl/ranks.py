@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybrid_rl import watch
 from hybrid_rl.launch import AT_A_SIGNAL, launched
 from hybrid_rl.stop import asked
 
@@ -50,7 +51,9 @@ class Ranks:
         """This rank among its team of `size` neighbours, who agree among themselves; `size` divides the number of ranks."""
         if size == 1:
             return Ranks()
-        groups = [dist.new_group(list(range(first, first + size)), backend="gloo") for first in range(0, self.world, size)]
+        groups = [
+            dist.new_group(list(range(first, first + size)), backend="gloo", timeout=_patience) for first in range(0, self.world, size)
+        ]
         return Ranks(self.rank % size, size, self.local_rank % size, size, groups[self.rank // size])
 
     def all_gather(self, value: T) -> list[T]:
@@ -58,7 +61,8 @@ class Ranks:
         if self.world == 1:
             return [value]
         gathered: list[Any] = [None] * self.world
-        dist.all_gather_object(gathered, value, group=self.group)
+        with watch.waiting():
+            dist.all_gather_object(gathered, value, group=self.group)
         return gathered
 
     def from_main(self, function: Callable[[], T]) -> T:
@@ -71,7 +75,8 @@ class Ranks:
                 outcome[0] = function()
             except Exception as error:  # raised again below, on every rank
                 outcome[1] = error
-        dist.broadcast_object_list(outcome, group=self.group, group_src=0)
+        with watch.waiting():
+            dist.broadcast_object_list(outcome, group=self.group, group_src=0)
         if outcome[1] is not None:
             raise outcome[1] if self.main else _elsewhere(outcome[1])
         return outcome[0]
@@ -97,13 +102,15 @@ class Ranks:
         if self.world == 1:
             return value
         found = torch.tensor(value)
-        dist.all_reduce(found, dist.ReduceOp.MAX)
+        with watch.waiting():
+            dist.all_reduce(found, dist.ReduceOp.MAX)
         return int(found)
 
     def sum(self, values: Tensor) -> Tensor:
         """Element-wise sum over ranks, in place."""
         if self.world > 1:
-            dist.all_reduce(values, group=self.group)
+            with watch.waiting():
+                dist.all_reduce(values, group=self.group)
         return values
 
     @contextmanager
@@ -159,8 +166,21 @@ def _exit(code: int) -> NoReturn:
     os._exit(code)
 
 
+_patience = timedelta(days=7)  # of a collective
+
+
+def patient(group: dist.ProcessGroup) -> None:
+    """A group that torch made gets the patience of the whole run's; its own would be ten minutes with NCCL, whatever is configured."""
+    dist.distributed_c10d._set_pg_timeout(_patience, group)
+
+
 def join(timeout: float, device: str = "auto") -> Ranks:
-    """Join the ranks that the launcher started (environment variables of torchrun); `timeout` s bound every later wait for the others."""
+    """Join the ranks that the launcher started (environment variables of torchrun).
+
+    Our launcher watches them (`watch`) and says more of one that hangs than a collective could, so collectives wait as long as it does.
+    Under another launcher `timeout` s bound every wait for the others.
+    """
+    global _patience
     if not launched():
         return Ranks()
     rank, world, local_rank, local_world = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
@@ -168,5 +188,7 @@ def join(timeout: float, device: str = "auto") -> Ranks:
     gpu = device != "cpu" and torch.cuda.is_available()
     if gpu:
         torch.cuda.set_device(ranks.local_rank)
-    dist.init_process_group(BACKENDS["cuda" if gpu else "cpu"], timeout=timedelta(seconds=timeout))
+    if watch.NOTES not in os.environ:
+        _patience = timedelta(seconds=timeout)
+    dist.init_process_group(BACKENDS["cuda" if gpu else "cpu"], timeout=_patience)
     return ranks

@@ -50,7 +50,7 @@ def train_rl(s: Session) -> None:
         with phases("update"):
             trained, advantages = learner.learn(batch, step)
             s.version += 1
-        s.save_rollouts(f"step_{step:04d}", batch.all_groups, advantages, {group.id for group in batch.groups})
+        s.save_rollouts(f"step_{step:04d}", batch.all_groups, advantages, {group for group, _ in advantages})
         values = {"step": step, "version": s.version, **rollout_metrics(batch), **trained, **phase_metrics(phases, batch, s.ranks)}
         values |= {**prompt_metrics(before, engine.stats, s.ranks), "engine_restarts": s.engine_restarts - restarts}
         begun = alarms.check(values)
@@ -62,6 +62,7 @@ def train_rl(s: Session) -> None:
         if due or step == config.steps or stopping:
             states = {"collector": collector.state(), "learner": learner.state(), "alarms": alarms.state()}
             s.save_checkpoint("rl", step, optimizer, learner.critic, **states)
+        s.console.reward_faults(batch.examples)
         s.console.say(step_line(values, config.steps))
         for line in begun.values():
             s.console.say(f"  ! {line}")

@@ -25,9 +25,10 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from hybrid_rl import watch
 from hybrid_rl.config import Config
 from hybrid_rl.launch import after_rank_0, attend, end_with_launcher, launch, launched, world
-from hybrid_rl.stop import listening
+from hybrid_rl.stop import end_now, listening
 from hybrid_rl.validation import CONF, ConfigError, load, parse
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ def _main() -> int:
     global _ranks
     if launched():
         end_with_launcher()
+        watch.begin()
     arguments = get_args_parser().parse_intermixed_args()
     sys.argv[1:] = [a for a in sys.argv[1:] if a not in arguments.overrides] + arguments.overrides  # -m may stand anywhere
     only_shows = arguments.help or arguments.hydra_help or arguments.info or arguments.cfg
@@ -134,12 +136,14 @@ def _job(config: DictConfig) -> None:
     job = cast(Config, OmegaConf.to_object(config))
     ranks = world() or job.ranks or _gpus(job) or 1  # torch loads here, after every setting was checked
     if ranks > 1 and not _ranks:
-        _exit_code = launch(ranks, arguments, job.stop_timeout)
+        _exit_code = launch(ranks, arguments, folder, job.rank_timeout, job.stop_timeout)
         return
     from hybrid_rl.ranks import Ranks
     from hybrid_rl.stages import run
 
     here = _ranks or Ranks()
+    if here.world == 1 and not job.dry_run:
+        watch.alone(job.rank_timeout, folder / "stacks", lambda: end_now(1))
     with listening(job.stop_timeout, speaks=here.main), here.failing():
         _exit_code = run(job, folder, here)
 

@@ -18,7 +18,7 @@ from typing import NoReturn
 import numpy as np
 import torch
 
-from hybrid_rl import checkpoint, stop
+from hybrid_rl import checkpoint, stop, watch
 from hybrid_rl.config import Config, Deterministic, EngineKind, LayoutKind, Offload, OptimizerConfig
 from hybrid_rl.console import Console
 from hybrid_rl.data import TaskSets
@@ -111,7 +111,8 @@ class Session:
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
         self.running[name] = time.perf_counter()
-        yield
+        with watch.phase(name):
+            yield
         self.seconds[name] = self.spent()[name]
         del self.running[name]
 
@@ -125,10 +126,16 @@ class Session:
         trained: Collection[int] = (),
     ) -> None:  # fmt: skip
         """rollouts/<name>.parquet: advantages keyed by (group id, index), `trained` the ids of groups an update used."""
-        if not self.ranks.main:
-            return
+        if self.ranks.main:
+            self.write_rollouts(self.folder / "rollouts" / f"{name}.parquet", groups, advantages, trained)
+
+    def write_rollouts(
+        self, path: Path, groups: Sequence[Group], advantages: Mapping[tuple[int, int], float] = MappingProxyType({}),
+        trained: Collection[int] = (),
+    ) -> None:  # fmt: skip
+        """As save_rollouts, to any file and on every rank that calls."""
         prompts = [str(self.policy.tokenizer.decode(g.rollouts[0].token_ids[: g.rollouts[0].prompt_length])) for g in groups]
-        write_rollouts(self.folder / "rollouts" / f"{name}.parquet", groups, prompts, advantages, trained)
+        write_rollouts(path, groups, prompts, advantages, trained)
 
     def seed_step(self, stage: str, step: int) -> None:
         """Random numbers that a step draws (no part of hybrid_rl does; a recipe's may) follow from the seed and the step, the same on every

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from hybrid_rl.bad import BadBatch, as_groups, keep
 from hybrid_rl.console import sft_line
 from hybrid_rl.data.render import demonstration
 from hybrid_rl.data.sampler import Sampler
@@ -33,6 +34,15 @@ def train_sft(s: Session) -> None:
             s.seed_step("sft", step)
             batch = curriculum.draw(config.batch_size, step)
             window.append(imitate(policy, optimizer, batch, config.label_smoothing, s.layout, s.config.policy.row_tokens))
+            if optimizer.fault:
+                keep(
+                    s,
+                    BadBatch("sft", step, as_groups(batch), range(len(batch)), {}, {"scale": optimizer.scale}),
+                    optimizer.fault,
+                    policy,
+                    s.model_folder,
+                )
+                optimizer.check()
             advance(note=f"loss {window[-1]['loss']:.3f}")
             if step % LOG_EVERY == 0 or step == config.steps:
                 values = {

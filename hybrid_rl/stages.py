@@ -25,6 +25,7 @@ from hybrid_rl.checkpoint import CheckpointError
 from hybrid_rl.config import Config
 from hybrid_rl.console import Console
 from hybrid_rl.data import DataError, load_task_sets
+from hybrid_rl.deterministic import make_deterministic
 from hybrid_rl.doctor import cores, machine, versions
 from hybrid_rl.engine.base import EngineError
 from hybrid_rl.evaluate import evaluate
@@ -81,6 +82,8 @@ def run(config: Config, folder: Path, ranks: Ranks | None = None) -> int:
 
 def _train(config: Config, folder: Path, console: Console, ranks: Ranks) -> None:
     started = time.perf_counter()
+    if config.deterministic:
+        make_deterministic(config.seed)
     with ExitStack() as stack:
         ranks.from_main(lambda: stack.enter_context(alone_in(folder)))
         resumed, notes = ranks.from_main(lambda: _resume_point(config, folder))

@@ -65,7 +65,8 @@ class Rollout:
     outcome: float | None = None  # what the reward function gave
     reward: float | None = None  # the outcome and what `shape` added
     reward_parts: dict[str, float] = field(default_factory=dict)
-    error: str | None = None
+    error: str | None = None  # why there is no reward
+    fault: str | None = None  # the error's kind, as it is counted
 
     def __post_init__(self) -> None:
         if not self.token_ids:
@@ -86,7 +87,11 @@ class Rollout:
                 f"task {self.task_id}: {len(token_ids)} token ids, {len(logprobs)} log-probabilities, version segments {versions}"
             )
         if any(not (-math.inf < lp <= 1e-4) for lp in logprobs):  # also true for NaN
-            raise ValueError(f"task {self.task_id}: a log-probability is not a finite number of at most 0")
+            place = next(i for i, lp in enumerate(logprobs) if not -math.inf < lp <= 1e-4)
+            raise ValueError(
+                f"task {self.task_id}: a log-probability is not a finite number of at most 0, but {logprobs[place]} "
+                f"(token {len(self.token_ids) + place})"
+            )
         if any(count < 0 for _, count in versions):
             raise ValueError(f"task {self.task_id}: version segments {versions} have a negative count")
         self.token_ids.extend(token_ids)

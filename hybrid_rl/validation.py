@@ -297,6 +297,7 @@ LEAST = {
 }  # fmt: skip
 BETWEEN = {
     "rollout.top_p": (1e-6, 1.0),
+    "rollout.max_reward_failures": (0, 1),
     "engine.memory_fraction": (0, 0.95),
     "sft.curriculum": (0, 1),
     "sft.label_smoothing": (0, 0.9),

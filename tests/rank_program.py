@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from unittest.mock import patch
 
-from hybrid_rl import stop
+from hybrid_rl import stop, watch
 
 DOES = "RANK_PROGRAM_DOES"
 
@@ -55,9 +55,11 @@ def works(config, ranks) -> int:
     if ranks.main:
         print("at work", flush=True)
     try:
-        while not (number := ranks.largest(stop.asked())):
-            ranks.all_gather(ranks.rank)
-            time.sleep(0.01)
+        with watch.phase("rollout"):
+            while not (number := ranks.largest(stop.asked())):
+                ranks.all_gather(ranks.rank)
+                time.sleep(0.01)
+                watch.progress()
         if ranks.main:
             print("saved", flush=True)
         return 128 + number
@@ -93,8 +95,59 @@ def fails(config, ranks) -> int:
     return 1
 
 
-def second_hangs(config, ranks) -> int:
-    if ranks.rank == 1:
-        time.sleep(100)
+def begins(config, ranks) -> None:
+    """As `works` does: a reward worker, another program, and the word that all are there."""
+    from hybrid_rl.rollout.reward import Scorer
+
+    Scorer(config.reward, 1, 10).check()
+    subprocess.Popen(["sleep", "100"])
     ranks.all_gather(None)
+    if ranks.main:
+        print("at work", flush=True)
+
+
+def hangs_forever() -> None:
+    time.sleep(1000)
+
+
+def second_hangs(config, ranks) -> int:
+    begins(config, ranks)
+    with watch.phase("rollout"):
+        if ranks.rank == 1:
+            hangs_forever()
+        ranks.all_gather(None)
+    return 0
+
+
+def second_hangs_before_any_phase(config, ranks) -> int:
+    begins(config, ranks)
+    if ranks.rank == 1:
+        hangs_forever()
+    ranks.all_gather(None)
+    return 0
+
+
+def second_is_slow(config, ranks) -> int:
+    with watch.phase("update"):
+        for _ in range(60 if ranks.rank == 1 else 0):
+            time.sleep(0.1)
+            watch.progress()
+        ranks.all_gather(None)
+    return agrees(config, ranks)
+
+
+def each_waits(config, ranks) -> int:
+    """A rank that waits for what the other never sends."""
+    from torch import distributed
+
+    tensor = __import__("torch").zeros(1)
+    with watch.phase("update"), watch.waiting():
+        distributed.recv(tensor, src=1 - ranks.rank)
+    return 0
+
+
+def one_hangs(config, ranks) -> int:
+    begins(config, ranks)
+    with watch.phase("rollout"):
+        hangs_forever()
     return 0

@@ -1,6 +1,7 @@
 """Reward functions that misbehave in every way, for the tests; loaded by name in worker processes."""
 
 import os
+import sys
 import time
 
 from hybrid_rl.types import Task
@@ -14,6 +15,14 @@ def parts(completion: str, task: Task) -> dict[str, float]:
     return {"format": 0.25, "truth": 0.5}
 
 
+class Odd(Exception):
+    """Cannot be unpickled: its arguments are not those of its base."""
+
+    def __init__(self, one: str, two: str):
+        super().__init__(one)
+        self.two = two
+
+
 def by_order(completion: str, task: Task) -> float:
     """The completion names what is to happen."""
     if completion == "raise":
@@ -24,6 +33,18 @@ def by_order(completion: str, task: Task) -> float:
         os._exit(7)
     if completion == "nan":
         return float("nan")
+    if completion == "exit":
+        sys.exit(3)
+    if completion == "odd":
+        raise Odd("first", "second")
+    if completion == "own timeout":
+        raise TimeoutError("the checker's host does not answer")
+    if completion == "inf":
+        return {"a": float("inf"), "b": float("-inf")}  # type: ignore[return-value]
+    if completion == "nothing":
+        return None  # type: ignore[return-value]
+    if completion == "lambda":
+        return lambda: 1.0  # type: ignore[return-value]
     if completion == "text":
         return "1.0"  # type: ignore[return-value]
     return 1.0
@@ -59,4 +80,22 @@ def silent_for_short(completion: str, task: Task) -> float:
 def raises_for_odd(completion: str, task: Task) -> float:
     if int(task.answer) % 2:
         raise ValueError("odd")
+    return hash_of_answer(completion, task)
+
+
+def fails_every(completion: str, task: Task, n: int) -> float:
+    """A timeout of its own for each task whose answer n divides."""
+    if int(task.answer) % n == 0:
+        raise TimeoutError("the checker's host does not answer")
+    return hash_of_answer(completion, task)
+
+
+def by_hash(completion: str, task: Task) -> float:
+    """Python's own hash of a text, another one in every process unless it is told otherwise."""
+    return hash(completion) % 97 / 97
+
+
+def hangs_on_rank_1(completion: str, task: Task) -> float:
+    if os.environ.get("RANK") == "1":
+        time.sleep(1000)
     return hash_of_answer(completion, task)

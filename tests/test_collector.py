@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hybrid_rl.config import PolicyConfig, RolloutConfig
-from hybrid_rl.engine.base import Completion
+from hybrid_rl.engine.base import Completion, EngineError
 from hybrid_rl.engine.local import LocalEngine
 from hybrid_rl.handover import hand_over
 from hybrid_rl.policy.model import Policy
@@ -28,10 +28,12 @@ class Slowest(LocalEngine):
         return iter(list(super().generate(requests, sampling))[::-1])
 
 
-def collect(policy, reward: str, seed: int = 0, steps: int = 1, engine_type=LocalEngine, slots: int = 64, config: RolloutConfig = CONFIG):
+def collect(
+    policy, reward: str | dict, seed: int = 0, steps: int = 1, engine_type=LocalEngine, slots: int = 64, config: RolloutConfig = CONFIG
+):
     engine = engine_type(policy.model, policy.end_ids(), slots, 64)
     engine.set_version(4)
-    scorer = Scorer({"_target_": f"tests.rewards.{reward}"}, workers=1, timeout=5)
+    scorer = Scorer({"_target_": f"tests.rewards.{reward}"} if isinstance(reward, str) else reward, workers=1, timeout=5)
     try:
         collector = Collector(engine, TASKS, policy.tokenizer, scorer, config, seed)
         return [collector.collect() for _ in range(steps)], collector
@@ -104,9 +106,13 @@ def test_replacements_are_new_tasks_and_fill_the_step(policy):
 
 def test_a_group_with_a_failed_reward_is_dropped_and_counted(policy):
     (batch,), _ = collect(
-        policy, "raises_for_odd", config=RolloutConfig(batch_size=12, group_size=3, max_tokens=6, max_prompt_tokens=40, max_replacements=20)
+        policy,
+        "raises_for_odd",
+        config=RolloutConfig(batch_size=12, group_size=3, max_tokens=6, max_prompt_tokens=40, max_replacements=20, max_reward_failures=0.9),
     )
     assert batch.reward_errors > 0
+    assert batch.reward_faults == {"ValueError": batch.reward_errors}
+    assert batch.examples["ValueError"].endswith(": ValueError: odd")
     assert len(batch.groups) == 4
     assert all(not g.failed for g in batch.groups)
 
@@ -114,6 +120,26 @@ def test_a_group_with_a_failed_reward_is_dropped_and_counted(policy):
 def test_when_every_reward_fails_the_run_ends_with_the_reason(policy):
     with pytest.raises(RewardError, match=r"all \d+ rewards of a step failed; the last: RuntimeError: the checker is down"):
         collect(policy, "always_raises")
+
+
+def test_too_many_failures_end_the_run_with_one_line(policy):
+    """A third of 30 tasks fail: just below and just above what is allowed. Replacements are asked for too, and count."""
+    few = RolloutConfig(batch_size=90, group_size=3, max_tokens=6, max_prompt_tokens=40, max_replacements=0, max_reward_failures=1 / 3)
+    (batch,), _ = collect(policy, {"_target_": "tests.rewards.fails_every", "n": 3}, config=few)
+    assert batch.reward_faults == {"TimeoutError": 30}
+    few.max_reward_failures = 0.33
+    said = r"30 of 90 rewards of a step failed \(TimeoutError 30\), more than rollout\.max_reward_failures=0\.33 of them; the first: task t\d+: Timeout"
+    with pytest.raises(RewardError, match=said):
+        collect(policy, {"_target_": "tests.rewards.fails_every", "n": 3}, config=few)
+
+
+def test_what_the_engine_samples_from_broken_weights_ends_the_run_by_name(policy):
+    with torch.no_grad():
+        policy.model.model.norm.weight[0] = float("nan")
+    with pytest.raises(
+        EngineError, match=r"completion of group \d+, rollout \d+: task t\d+: a log-probability is not .* but nan \(token \d+\)"
+    ):
+        collect(policy, "hash_of_answer")
 
 
 def test_a_restored_collector_goes_on_with_the_same_groups(policy):

@@ -7,7 +7,8 @@ import psutil
 import pytest
 
 from hybrid_rl.rollout.reward import RewardError, Scorer
-from hybrid_rl.types import Rollout, Task
+from hybrid_rl.rollout.sample import first_faults, reward_faults
+from hybrid_rl.types import Group, Rollout, Task
 
 TASK = Task("t", ({"role": "user", "content": "x"},), "a")
 
@@ -43,17 +44,32 @@ def test_named_parts_add_up():
     assert r.reward_parts == {"format": 0.25, "truth": 0.5}
 
 
+FAULTS = {
+    "raise": ("KeyError", "KeyError: 'no such answer'"),
+    "hang": ("timeout", "timed out after 1 s"),
+    "die": ("died", "its process died (exit code 7)"),
+    "exit": ("SystemExit", "SystemExit: 3"),
+    "odd": ("Odd", "Odd: first"),
+    "own timeout": ("TimeoutError", "TimeoutError: the checker's host does not answer"),
+    "nan": ("not finite", "reward nan with parts {'reward': nan} is not finite"),
+    "inf": ("not finite", "reward nan with parts {'a': inf, 'b': -inf} is not finite"),
+    "text": ("not a number", "the reward's part 'reward' is '1.0', not a number"),
+    "nothing": ("not a number", "the reward's part 'reward' is None, not a number"),
+}
+
+
 def test_every_kind_of_failure_is_counted_and_spares_the_others():
-    rollouts, errors = run("by_order", ["fine", "raise", "hang", "die", "nan", "text", "fine"], timeout=1.0)
-    by_name = dict(zip(["ok1", "raise", "hang", "die", "nan", "text", "ok2"], rollouts, strict=True))
-    assert errors == 5
-    assert by_name["ok1"].reward == by_name["ok2"].reward == 1.0
-    assert by_name["raise"].error == "KeyError: 'no such answer'"
-    assert by_name["hang"].error == "timed out after 1 s"
-    assert by_name["die"].error == "its process died (exit code 7)"
-    assert "not finite" in by_name["nan"].error
-    assert "'1.0', not a number" in by_name["text"].error
-    assert all(by_name[name].reward is None for name in ("raise", "hang", "die", "nan", "text"))
+    rollouts, errors = run("by_order", ["fine", *FAULTS, "lambda", "fine"], timeout=1.0)
+    assert errors == len(FAULTS) + 1
+    assert rollouts[0].reward == rollouts[-1].reward == 1.0
+    assert {r.completion: (r.fault, r.error) for r in rollouts[1:-2]} == FAULTS
+    assert rollouts[-2].fault == "not a number"
+    assert all(r.reward is None for r in rollouts[1:-1])
+    group = Group(0, TASK, rollouts)
+    assert reward_faults([group]) == {
+        "KeyError": 1, "Odd": 1, "SystemExit": 1, "TimeoutError": 1, "died": 1, "not a number": 3, "not finite": 2, "timeout": 1,
+    }  # fmt: skip
+    assert first_faults([group])["not finite"] == f"task t: {FAULTS['nan'][1]}"
 
 
 def test_a_reward_that_cannot_be_loaded_says_why():

@@ -56,6 +56,7 @@ class Recorder:
     """Stands where the optimizer does, and keeps the gradient instead of using it."""
 
     scale = 1.0
+    fault = None
 
     def __init__(self, model):
         self.model = model
@@ -161,9 +162,11 @@ def test_a_gradient_that_is_not_finite_is_skipped_counted_and_ends_the_run():
     for _ in range(2):
         parameter.grad = torch.full((3,), math.nan)
         optimizer.step()
+    optimizer.check()
     parameter.grad = torch.full((3,), math.nan)
-    with pytest.raises(TrainingDiverged, match="3 steps in a row"):
-        optimizer.step()
+    optimizer.step()
+    with pytest.raises(TrainingDiverged, match="3 steps in a row, the last: gradient of p is nan"):
+        optimizer.check()
 
 
 def test_the_loss_scale_halves_at_an_overflow_and_doubles_after_many_good_steps():
@@ -189,8 +192,9 @@ def test_the_loss_scale_halves_at_an_overflow_and_doubles_after_many_good_steps(
         parameter.grad = torch.full((3,), math.nan)
         optimizer.step()
     parameter.grad = torch.full((3,), math.nan)
+    optimizer.step()
     with pytest.raises(TrainingDiverged):
-        optimizer.step()
+        optimizer.check()
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from hybrid_rl.algo.batch import Scored
 from hybrid_rl.algo.grpo import relative
+from hybrid_rl.deterministic import cumsum
 
 NEEDS = ("group",)
 
@@ -31,5 +32,5 @@ def _added(rewards: Tensor, k: int) -> Tensor:
     size = len(rewards)
     chances = [comb(m, k - 1) / comb(size - 1, k - 1) for m in range(1, size)]
     added = torch.zeros_like(rewards)
-    added[order[1:]] = (ascending.diff() * torch.tensor(chances, dtype=rewards.dtype, device=rewards.device)).cumsum(0)
+    added[order[1:]] = cumsum(ascending.diff() * torch.tensor(chances, dtype=rewards.dtype, device=rewards.device))
     return added

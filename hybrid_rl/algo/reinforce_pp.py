@@ -4,6 +4,7 @@ from torch import Tensor
 from hybrid_rl.algo import mean_only
 from hybrid_rl.algo.batch import Scored
 from hybrid_rl.algo.grpo import is_constant
+from hybrid_rl.deterministic import cumsum
 
 NEEDS = ("group",)
 
@@ -16,7 +17,7 @@ def advantages(batch: Scored, baseline: bool = True) -> Tensor:
     """
     if baseline:
         return whiten(batch, batch.to_tokens(mean_only.advantages(batch)))
-    return whiten(batch, torch.cat([rewards.flip(0).cumsum(0).flip(0) for rewards in batch.per_rollout(batch.token_rewards)]))
+    return whiten(batch, torch.cat([cumsum(rewards.flip(0)).flip(0) for rewards in batch.per_rollout(batch.token_rewards)]))
 
 
 def whiten(batch: Scored, column: Tensor, eps: float = 1e-8) -> Tensor:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hybrid_rl import watch
 from hybrid_rl.engine.base import (
     KV_CACHE,
     Completion,
@@ -117,6 +118,7 @@ class LocalEngine:
                 start = time.perf_counter()
                 finished = self._advance(sampling)
                 self.stats.seconds += time.perf_counter() - start
+                watch.progress()
                 yield from finished
         finally:  # also when the consumer stops early
             if self._rows is rows:  # a generator that is dropped late must not end the one that followed it

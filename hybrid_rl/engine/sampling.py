@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hybrid_rl.deterministic import cumsum
 from hybrid_rl.engine.base import Sampling
 
 LARGEST_UNIFORM = float(np.nextafter(np.float32(1.0), np.float32(0.0)))
@@ -30,10 +31,11 @@ def sample(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor,
     if greedy:
         ids = logprobs.argmax(-1, keepdim=True)
     else:
-        cumulative = _filtered(logprobs.exp(), sampling).cumsum(-1)
+        cumulative = cumsum(_filtered(logprobs.exp(), sampling), rising=True)
         # right=True: the first entry whose cumulative exceeds the target, so an entry of probability 0 is never drawn
         target = torch.minimum(uniform[:, None] * cumulative[:, -1:], torch.nextafter(cumulative[:, -1:], cumulative.new_zeros(())))
         ids = torch.searchsorted(cumulative, target, right=True)
+        ids.clamp_(max=logits.shape[-1] - 1)  # past the end where logits are NaN, as the log-probability then shows
     return ids[:, 0], logprobs.gather(-1, ids)[:, 0]
 
 
@@ -44,7 +46,7 @@ def _filtered(probs: Tensor, sampling: Sampling) -> Tensor:
         probs = probs.masked_fill(probs < least, 0.0)
     if sampling.top_p < 1.0:
         ordered = probs.sort(dim=-1, descending=True).values
-        before = ordered.cumsum(-1) - ordered  # mass of the entries ahead of each
+        before = cumsum(ordered) - ordered  # mass of the entries ahead of each
         kept = before < sampling.top_p * ordered.sum(-1, keepdim=True)
         least = ordered.masked_fill(~kept, float("inf")).min(-1, keepdim=True).values
         probs = probs.masked_fill(probs < least, 0.0)

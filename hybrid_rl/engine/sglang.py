@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hybrid_rl import watch
 from hybrid_rl.engine.base import (
     KV_CACHE,
     WEIGHTS,
@@ -185,6 +186,7 @@ class SGLangEngine:
             kind, number, *rest = self._own.receive()
         except EngineDied as error:
             raise self._lost(error) from None
+        watch.progress()
         if kind == "computed":
             self.stats.computed_prompt_tokens += rest[0]
         if number != run.number or kind in ("progress", "computed"):  # of a run that ended in an error

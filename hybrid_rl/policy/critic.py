@@ -10,12 +10,14 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
+from hybrid_rl import watch
 from hybrid_rl.algo.batch import Given
 from hybrid_rl.config import Offload
 from hybrid_rl.memory import Parked
 from hybrid_rl.policy import lora
 from hybrid_rl.policy.layout import Layout, pack
 from hybrid_rl.policy.model import Policy
+from hybrid_rl.policy.numbers import alone, find, finite
 from hybrid_rl.policy.optimizer import Optimizer
 from hybrid_rl.policy.sharding import local
 from hybrid_rl.types import PackedBatch, Rollout
@@ -69,6 +71,7 @@ class Critic:
         for row in pack(rollouts, layout, row_tokens, model.ranks):
             row = row.to(model.device)
             values[row.token_index] = model.values(row)
+            watch.progress()
         model.reshard()
         return model.ranks.sum(values)
 
@@ -77,26 +80,38 @@ class Critic:
     ) -> dict[str, float]:  # fmt: skip
         """One optimizer step towards `targets` [N], away from `values` [N], the predictions that the targets were made with.
 
-        `given` weights tokens as it does in the policy's loss; nothing depends on rows or ranks. Collective: every rank is given
-        the whole batch, and all return the same numbers. Raises TrainingDiverged as the policy's optimizer does.
+        `given` weights tokens as it does in the policy's loss; nothing depends on rows or ranks. Skipped, and `optimizer.fault` set,
+        where a number is not finite. Collective: every rank is given the whole batch, and all return the same numbers.
         """
+        losses, clips = self.accumulate(rollouts, values, targets, given, layout, row_tokens)
+        fault = None if finite([losses]) else find({"value loss": losses}, rollouts)
+        if fault:
+            fault = alone(fault, lambda r: self.values(r, layout, row_tokens), rollouts)
+        result = self.optimizer.skip(fault) if fault else self.optimizer.step()
+        return {
+            "value_loss": float(losses.sum()) / given.divisor,
+            "value_clip": clips / max(1, len(values)),
+            "value_grad_norm": result.grad_norm,
+            "skipped": float(result.skipped),
+        }
+
+    def accumulate(
+        self, rollouts: Sequence[Rollout], values: Tensor, targets: Tensor, given: Given, layout: Layout, row_tokens: int
+    ) -> tuple[Tensor, float]:
+        """Forward and backward over all rows; returns the weighted loss of every token, [N] float32, and how many were clipped. Collective."""
         self.unpark()
-        model, sums = self.model, torch.zeros(2, device=self.model.device)
+        model = self.model
+        token_losses, clips = torch.zeros(len(values), device=model.device), torch.zeros((), device=model.device)
         for row in pack(rollouts, layout, row_tokens, model.ranks):
             row = row.to(model.device)
             at = row.token_index
             losses, clipped = value_loss(model.values(row), values[at], targets[at], self.clip)
             losses = given.weights[at] * losses
             (losses.sum() * (self.optimizer.scale / given.divisor)).backward()
-            sums += torch.stack([losses.detach().sum(), clipped.float().sum()])
-        loss, clips = model.ranks.sum(sums).tolist()
-        result = self.optimizer.step()
-        return {
-            "value_loss": loss / given.divisor,
-            "value_clip": clips / max(1, len(values)),
-            "value_grad_norm": result.grad_norm,
-            "skipped": float(result.skipped),
-        }
+            token_losses[at] = losses.detach()
+            clips += clipped.float().sum()
+            watch.progress()
+        return model.ranks.sum(token_losses), float(model.ranks.sum(clips))
 
     def park(self) -> None:
         """Weights and moments to host memory, while the engine samples."""

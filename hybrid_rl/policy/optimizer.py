@@ -1,4 +1,4 @@
-"""AdamW with clipping and a learning-rate course; a step whose gradient is not finite is skipped, counted, and bounded."""
+"""AdamW with clipping and a learning-rate course; a step with a number that is not finite is skipped, counted, and bounded."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from hybrid_rl.config import OptimizerConfig, Schedule
 from hybrid_rl.memory import Parked
+from hybrid_rl.policy.numbers import GRADIENT, Fault
 from hybrid_rl.policy.sharding import local
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -19,7 +20,7 @@ FIRST_SCALE, SCALE_UP_AFTER = 2.0**16, 400
 
 
 class TrainingDiverged(RuntimeError):
-    """Gradients stayed non-finite for too many steps in a row."""
+    """Numbers stayed non-finite for too many steps in a row, or the weights themselves are."""
 
 
 @dataclass(slots=True)
@@ -32,7 +33,8 @@ class StepResult:
 class Optimizer:
     """Of `policy.trainable`: plain or sharded float32 parameters by name, with float32 moments like them.
 
-    `total_steps` is the length of the schedule; `bad` counts skipped steps in a row. In float16 small gradients would become 0:
+    `total_steps` is the length of the schedule; `bad` counts skipped steps in a row, and `fault` says why the last step was one
+    (None where it was not). In float16 small gradients would become 0:
     the loss is multiplied by `scale` before backward, which halves at every overflow and doubles after SCALE_UP_AFTER good steps.
     """
 
@@ -54,6 +56,7 @@ class Optimizer:
         )
         self.steps = 0
         self.bad = 0
+        self.fault: Fault | None = None
 
     def learning_rate(self) -> float:
         """Of the step about to be taken: linear warm-up, then constant, or down to final_lr · lr at the last step."""
@@ -69,35 +72,59 @@ class Optimizer:
         return config.lr
 
     def step(self) -> StepResult:
-        """Clip, step, clear the gradients. Raises TrainingDiverged after max_bad_steps non-finite gradients in a row."""
+        """Clip, step, clear the gradients; skips where the gradient is not finite."""
         lr = self.learning_rate()
         norm = self._clip()
-        finite = math.isfinite(norm)
-        if finite:
+        if finite := math.isfinite(norm):
+            self.fault = None
             for group in self.adamw.param_groups:
                 group["lr"] = lr
             self.adamw.step()
+        overflow = self.scaled and not finite and self.scale > 1  # its remedy is a smaller scale, so it is no bad step
+        if not finite:
+            self.fault = None if overflow else Fault(self._culprit(), norm)
         self.adamw.zero_grad()
         self.steps += 1
-        overflow = self.scaled and not finite and self.scale > 1  # its remedy is a smaller scale, so it is no bad step
         self.bad = 0 if finite else self.bad + (not overflow)
         if self.scaled:
             self._rescale(finite)
-        if self.bad >= self.max_bad_steps:
-            raise TrainingDiverged(
-                f"the gradient was not finite {self.bad} steps in a row; lower the learning rate ({lr:g}), "
-                "or look at the last rollouts (policy.max_bad_steps sets how many are allowed)"
-            )
         return StepResult(norm, lr, not finite)
 
+    def skip(self, fault: Fault) -> StepResult:
+        """A step that is not taken, for a number that went into its gradient; clears the gradients."""
+        lr = self.learning_rate()
+        self.adamw.zero_grad()
+        self.fault = fault
+        self.steps += 1
+        self.bad += 1
+        return StepResult(math.nan, lr, True)
+
+    def check(self) -> None:
+        """Raises TrainingDiverged after max_bad_steps bad steps in a row."""
+        if self.bad >= self.max_bad_steps:
+            raise TrainingDiverged(
+                f"numbers were not finite {self.bad} steps in a row, the last: {self.fault}; lower the learning rate "
+                f"({self.learning_rate():g}), or look at the batch (policy.max_bad_steps sets how many are allowed)"
+            )
+
     def _clip(self) -> float:
-        """The norm over all ranks' gradients before clipping; the same number on every rank."""
+        """The norm over all ranks' gradients before clipping; the same number on every rank. Clips only to a finite norm."""
         if self.scale != 1.0:
             for parameter in self.parameters:
                 if parameter.grad is not None:
                     parameter.grad.mul_(1 / self.scale)
-        norm = nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        value = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        if math.isfinite(value):
+            nn.utils.clip_grads_with_norm_(self.parameters, self.config.max_grad_norm, norm)
+        return value
+
+    def _culprit(self) -> str:
+        """The first parameter with a gradient that is not finite, as far as this rank's rows show it."""
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            if parameter.grad is not None and not bool(local(parameter.grad).isfinite().all()):
+                return f"{GRADIENT} of {name}"
+        return GRADIENT
 
     def _rescale(self, finite: bool) -> None:
         self.good = self.good + 1 if finite else 0

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from hybrid_rl.ranks import BACKENDS, Ranks
+from hybrid_rl.ranks import BACKENDS, Ranks, patient
 
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name since torch 2.13, and before
 
@@ -26,7 +26,10 @@ def make_mesh(ranks: Ranks, size: int, device: torch.device) -> DeviceMesh:
         dist.init_process_group(BACKENDS[device.type], store=dist.HashStore(), rank=0, world_size=1)
     if size == ranks.world:
         return init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
-    return init_device_mesh(device.type, (ranks.world // size, size), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(device.type, (ranks.world // size, size), mesh_dim_names=("replicate", "shard"))
+    for group in mesh.get_all_groups():
+        patient(group)
+    return mesh
 
 
 def shard(root: nn.Module, layer_classes: set[str], mesh: DeviceMesh, dtype: torch.dtype) -> list[FSDPModule]:

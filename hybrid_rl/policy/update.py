@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from hybrid_rl import watch
 from hybrid_rl.algo.batch import Given, Tokens
 from hybrid_rl.algo.kl import k3
 from hybrid_rl.algo.mismatch import mismatch_kl
 from hybrid_rl.policy.layout import Layout, pack, sampled_tokens
 from hybrid_rl.policy.model import Policy
+from hybrid_rl.policy.numbers import Fault, alone, find, finite
 from hybrid_rl.policy.optimizer import Optimizer
+from hybrid_rl.ranks import Ranks
 from hybrid_rl.types import Rollout
 
 # per-token losses [M], and named numbers [M] whose means are reported
 Loss = Callable[[Tokens], tuple[Tensor, dict[str, Tensor]]]
 # (logprobs, reference_logprobs) [M] → their distance [M]
 Distance = Callable[[Tensor, Tensor], Tensor]
+LOGPROB = "log-probability"
 
 
 @dataclass(slots=True)
@@ -32,6 +37,23 @@ class Objective:
     entropy_coef: float = 0.0
 
 
+@dataclass(slots=True)
+class Pass:
+    """What forward and backward over all rows gave: means over the N sampled tokens, and of every token its loss [N], as this
+    rank computed it, and log π_θ − log π_old [N]."""
+
+    means: dict[str, float]
+    losses: Tensor
+    log_ratios: Tensor
+
+    def fault(self, rollouts: Sequence[Rollout], ranks: Ranks) -> Fault | None:
+        """The first log-probability or loss that is not finite; None where all are. Collective, and the same on every rank."""
+        if math.isfinite(self.means["loss"]) and finite([self.log_ratios]):
+            return None
+        found = find({LOGPROB: self.log_ratios, "loss": ranks.sum(self.losses)}, rollouts)
+        return found or Fault("sum of losses", self.means["loss"])
+
+
 def update(
     policy: Policy, optimizer: Optimizer, rollouts: Sequence[Rollout], given: Given, objective: Objective,
     temperature: float, layout: Layout, row_tokens: int,
@@ -39,9 +61,24 @@ def update(
     """One optimizer step on the rollouts; returns its statistics, means over their N sampled tokens, and log π_θ − log π_old [N] before it.
 
     `given` weights every token's loss for the whole batch, so the gradient does not depend on how rollouts are split into
-    rows, or over ranks. Collective: every rank is given the whole batch, and all return the same numbers.
+    rows, or over ranks. Where a log-probability, a loss or the gradient is not finite the step is skipped, and `optimizer.fault`
+    names it. Collective: every rank is given the whole batch, and all return the same numbers.
     """
-    log_ratios = torch.zeros(len(given.rollout), device=policy.device)
+    done = accumulate(policy, optimizer.scale, rollouts, given, objective, temperature, layout, row_tokens)
+    fault = done.fault(rollouts, policy.ranks)
+    if fault and fault.what == LOGPROB:
+        fault = alone(fault, lambda r: score(policy, r, temperature, layout, row_tokens), rollouts)
+    result = optimizer.skip(fault) if fault else optimizer.step()
+    return {**done.means, "grad_norm": result.grad_norm, "lr": result.lr, "skipped": float(result.skipped)}, done.log_ratios
+
+
+def accumulate(
+    policy: Policy, scale: float, rollouts: Sequence[Rollout], given: Given, objective: Objective, temperature: float, layout: Layout,
+    row_tokens: int,
+) -> Pass:  # fmt: skip
+    """Forward and backward over all rows: the gradient of `scale` · loss is added to the parameters'. Collective."""
+    count = len(given.rollout)
+    token_losses, log_ratios = torch.zeros(2, count, device=policy.device)
     sums: dict[str, Tensor] = {}
     for row in pack(rollouts, layout, row_tokens, policy.ranks):
         row = row.to(policy.device)
@@ -58,17 +95,17 @@ def update(
         if objective.entropy_coef:
             losses = losses - objective.entropy_coef * entropy
         losses = given.weights[at] * losses
-        (losses.sum() * (optimizer.scale / given.divisor)).backward()
+        (losses.sum() * (scale / given.divisor)).backward()
+        token_losses[at] = losses.detach()
         log_ratios[at] = logprobs.detach() - tokens.old_logprobs
         mismatch = mismatch_kl(logprobs.detach(), tokens.behaviour_logprobs)
         for name, column in ({"loss": losses, "entropy": entropy, "mismatch_kl": mismatch} | statistics).items():
             sums[name] = sums.get(name, 0) + column.detach().sum().float()
+        watch.progress()
     totals = policy.ranks.sum(torch.stack(list(sums.values())))
-    means = dict(zip(sums, (totals / max(1, len(given.rollout))).tolist(), strict=True))
-    means["loss"] *= max(1, len(given.rollout)) / given.divisor
-    result = optimizer.step()
-    numbers = {**means, "grad_norm": result.grad_norm, "lr": result.lr, "skipped": float(result.skipped)}
-    return numbers, policy.ranks.sum(log_ratios)
+    means = dict(zip(sums, (totals / max(1, count)).tolist(), strict=True))
+    means["loss"] *= max(1, count) / given.divisor
+    return Pass(means, token_losses, policy.ranks.sum(log_ratios))
 
 
 @torch.no_grad()
@@ -79,6 +116,7 @@ def score(policy: Policy, rollouts: Sequence[Rollout], temperature: float, layou
     for row in pack(rollouts, layout, row_tokens, policy.ranks):
         row = row.to(policy.device)
         logprobs[row.token_index] = policy.logprobs(row, temperature)[0]
+        watch.progress()
     policy.reshard()  # after a forward without a backward, FSDP keeps embeddings and head whole
     return policy.ranks.sum(logprobs)
 
@@ -86,13 +124,26 @@ def score(policy: Policy, rollouts: Sequence[Rollout], temperature: float, layou
 def imitate(
     policy: Policy, optimizer: Optimizer, demonstrations: Sequence[Rollout], label_smoothing: float, layout: Layout, row_tokens: int
 ) -> dict[str, float]:  # fmt: skip
-    """Supervised step: cross-entropy averaged over all answer tokens of the demonstrations."""
-    count = sum(rollout.sampled for rollout in demonstrations)
-    loss = torch.zeros((), device=policy.device)
+    """Supervised step: cross-entropy averaged over all answer tokens of the demonstrations. Skipped, and `optimizer.fault` set, where a
+    number is not finite."""
+    losses = demonstrate(policy, optimizer.scale, demonstrations, label_smoothing, layout, row_tokens)
+    fault = None if finite([losses]) else find({"loss": losses}, demonstrations)
+    if fault:
+        fault = alone(fault, lambda r: score(policy, r, 1.0, layout, row_tokens), demonstrations)
+    result = optimizer.skip(fault) if fault else optimizer.step()
+    numbers = {"loss": float(losses.mean()), "grad_norm": result.grad_norm, "lr": result.lr, "tokens": float(len(losses))}
+    return numbers | {"skipped": float(result.skipped)}
+
+
+def demonstrate(
+    policy: Policy, scale: float, demonstrations: Sequence[Rollout], label_smoothing: float, layout: Layout, row_tokens: int
+) -> Tensor:  # fmt: skip
+    """Forward and backward over all rows; returns the loss of every answer token, [N] float32, the same on every rank. Collective."""
+    losses = torch.zeros(sum(rollout.sampled for rollout in demonstrations), device=policy.device)
     for row in pack(demonstrations, layout, row_tokens, policy.ranks):
-        row_loss = policy.cross_entropy(row.to(policy.device), label_smoothing).sum()
-        (row_loss * (optimizer.scale / count)).backward()
-        loss += row_loss.detach()
-    loss = policy.ranks.sum(loss) / count
-    result = optimizer.step()
-    return {"loss": float(loss), "grad_norm": result.grad_norm, "lr": result.lr, "tokens": float(count), "skipped": float(result.skipped)}
+        row = row.to(policy.device)
+        of_row = policy.cross_entropy(row, label_smoothing)
+        (of_row.sum() * (scale / len(losses))).backward()
+        losses[row.token_index] = of_row.detach()
+        watch.progress()
+    return policy.ranks.sum(losses)

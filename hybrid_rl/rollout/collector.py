@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -13,7 +14,7 @@ from hybrid_rl.data.sampler import Sampler
 from hybrid_rl.engine.base import Engine, EngineDied, Sampling
 from hybrid_rl.ranks import Ranks
 from hybrid_rl.rollout.reward import RewardError, Scorer
-from hybrid_rl.rollout.sample import make_group, sample_groups
+from hybrid_rl.rollout.sample import first_faults, make_group, reward_faults, sample_groups
 from hybrid_rl.types import Group, Rollout, Task
 
 
@@ -26,6 +27,8 @@ class Batch:
     missing_groups: int = 0  # what is left to the full number after the last round of replacements
     silent_groups: int = 0
     reward_errors: int = 0
+    reward_faults: Counter[str] = field(default_factory=Counter)  # the same by kind
+    examples: dict[str, str] = field(default_factory=dict)  # of each kind the first: task and error
     replacement_rounds: int = 0
     greedy: dict[int, float] = field(default_factory=dict)  # by group id, what the most likely completion was paid; where it was asked for
 
@@ -59,43 +62,59 @@ class Collector:
     def collect(self, on_completion: Callable[[int], None] = lambda count: None) -> Batch:
         """`rollout.batch_size` rollouts with a signal, or fewer after `rollout.max_replacements` rounds.
 
-        Raises RewardError where not one reward of the whole step could be had.
+        Raises RewardError where not one reward of the whole step could be had, or a larger share failed than rollout.max_reward_failures.
         """
-        batch, wanted = Batch(), self.config.batch_size // self.config.group_size
+        batch, asked, wanted = Batch(), 0, self.config.batch_size // self.config.group_size
         for round in range(1 + self.config.max_replacements):
             if len(batch.groups) == wanted:
                 break
             batch.replacement_rounds = round
             groups = [self._new_group(self.tasks[i]) for i in self.sampler.draw(wanted - len(batch.groups))]
-            batch.reward_errors += self._sample(groups, self.sampling, on_completion)
+            self._sample(groups, self.sampling, on_completion)
+            scored = groups
             if self.greedy:
-                batch.greedy |= self._greedy(groups)
-                batch.reward_errors += sum(group.id not in batch.greedy for group in groups)
+                likely = self._greedy(groups)
+                batch.greedy |= {group.id: group.rewards[0] for group in likely if not group.failed}
+                scored = [*groups, *likely]
+            asked += sum(len(group.rollouts) for group in scored)
+            batch.reward_faults.update(reward_faults(scored))
+            batch.examples = first_faults(scored) | batch.examples
             for group in groups:
                 failed = group.failed or (self.greedy and group.id not in batch.greedy)
                 kept = not failed and not self._silent(group)
                 batch.silent_groups += not failed and not kept
                 (batch.groups if kept else batch.dropped).append(group)
         batch.missing_groups = wanted - len(batch.groups)
-        rollouts = [rollout for group in batch.all_groups for rollout in group.rollouts]
-        if all(rollout.error for rollout in rollouts):
-            raise RewardError(f"all {len(rollouts)} rewards of a step failed; the last: {rollouts[-1].error}")
+        batch.reward_errors = batch.reward_faults.total()
+        self._check_failures(batch, asked)
         return batch
 
-    def _sample(self, groups: Sequence[Group], sampling: Sampling, on_completion: Callable[[int], None] = lambda count: None) -> int:
-        errors = sample_groups(self.engine, groups, sampling, self.tokenizer, self.scorer, self.ranks, on_completion, self.revive)
+    def _check_failures(self, batch: Batch, asked: int) -> None:
+        """Of `asked` rewards."""
+        rollouts, most = [rollout for group in batch.all_groups for rollout in group.rollouts], self.config.max_reward_failures
+        if all(rollout.error for rollout in rollouts):
+            raise RewardError(f"all {len(rollouts)} rewards of a step failed; the last: {rollouts[-1].error}")
+        if batch.reward_errors > most * asked:
+            kinds = ", ".join(f"{kind} {count}" for kind, count in batch.reward_faults.most_common())
+            first = next(iter(batch.examples.values()))
+            raise RewardError(
+                f"{batch.reward_errors} of {asked} rewards of a step failed ({kinds}), more than rollout.max_reward_failures={most:g} "
+                f"of them; the first: {first}"
+            )
+
+    def _sample(self, groups: Sequence[Group], sampling: Sampling, on_completion: Callable[[int], None] = lambda count: None) -> None:
+        sample_groups(self.engine, groups, sampling, self.tokenizer, self.scorer, self.ranks, on_completion, self.revive)
         if buffer := round(self.algo.overlong_share * sampling.max_tokens):
             for rollout in (r for group in groups for r in group.rollouts if r.reward is not None):
                 cost = penalty(rollout.sampled, sampling.max_tokens, buffer)
                 rollout.shape("overlong", self.algo.overlong_penalty * cost)
-        return errors
 
-    def _greedy(self, groups: Sequence[Group]) -> dict[int, float]:
-        """Of each group's task, what the most likely completion is paid; a group whose reward failed is left out."""
+    def _greedy(self, groups: Sequence[Group]) -> list[Group]:
+        """Of each group's task the most likely completion, scored: groups of one with the same ids."""
         size = self.config.max_prompt_tokens
         likely = [make_group(g.id, g.task, 1, self.tokenizer, size, self.seed, "greedy", g.id) for g in groups]
         self._sample(likely, replace(self.sampling, temperature=0.0))
-        return {group.id: group.rewards[0] for group in likely if not group.failed}
+        return likely
 
     def _silent(self, group: Group) -> bool:
         try:

@@ -1,28 +1,41 @@
 """Rewards in worker processes, so that scoring overlaps generation and no reward can hang or crash the run.
 
 A reward is a function (completion: str, task: Task) → float, or → {part: float} whose sum is the reward. Whatever it does
-instead (raise, hang, return something else, kill its process) becomes an error on the rollout: counted, never invented.
+instead (raise, hang, return something else, kill its process) becomes an error on the rollout: counted by its kind, never invented.
 """
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import signal
 from collections.abc import Callable, Mapping
 from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
 from hydra.utils import instantiate
 from pebble import CONSTS, ProcessExpired, ProcessFuture, ProcessPool
 
+from hybrid_rl import watch
 from hybrid_rl.types import Rollout, Task
 
 CONSTS.term_timeout = 0.2  # seconds before pebble kills a worker, which takes no notice of SIGTERM
+# kinds of faults beside a raised exception's name
+TIMEOUT, DIED, NOT_FINITE, NOT_A_NUMBER = "timeout", "died", "not finite", "not a number"
 
 
 class RewardError(RuntimeError):
-    """No reward could be had at all."""
+    """No reward could be had, or too few."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardFault:
+    """What a reward did instead of giving a number: `kind` is what faults are counted by, `text` what a person reads."""
+
+    kind: str
+    text: str
 
 
 class Scorer:
@@ -48,15 +61,27 @@ class Scorer:
 
     def finish(self) -> int:
         """Wait for everything submitted, and record each reward, or its error, on its rollout; returns the number of errors."""
-        errors = 0
+        errors, left = 0, len(self._pending)
         for rollout, future in self._pending:
-            try:
-                rollout.score(*future.result(timeout=(self.timeout + self.start_timeout) * (1 + len(self._pending))))
-            except Exception as error:  # the reward's own failure, of any kind
-                rollout.error = _describe(error, self.timeout)
+            result = self._result(future, left)
+            if isinstance(result, RewardFault):
+                rollout.error, rollout.fault = result.text, result.kind
                 errors += 1
+            else:
+                rollout.score(*result)
+            watch.progress()
         self._pending.clear()
         return errors
+
+    def _result(self, future: ProcessFuture, left: int) -> tuple[float, dict[str, float]] | RewardFault:
+        """What the worker gave; what the pool itself reports, since the worker can not, becomes a fault too."""
+        try:
+            result: tuple[float, dict[str, float]] | RewardFault = future.result(timeout=(self.timeout + self.start_timeout) * (1 + left))
+        except (FutureTimeout, TimeoutError):
+            return RewardFault(TIMEOUT, f"timed out after {self.timeout:g} s")
+        except ProcessExpired as error:
+            return RewardFault(DIED, f"its process died (exit code {error.exitcode})")
+        return result
 
     def close(self) -> None:
         self._pool.stop()
@@ -80,21 +105,39 @@ def _loaded() -> None:
         raise RewardError(_reward)
 
 
-def _score(completion: str, task: Task) -> tuple[float, dict[str, float]]:
-    """In the worker: the reward's total and its named parts. Raises TypeError for anything but numbers."""
-    _loaded()
-    result = _reward(completion, task)  # type: ignore[operator]
-    parts = dict(result) if isinstance(result, Mapping) else {"reward": result}
-    for name, value in parts.items():
+def _score(completion: str, task: Task) -> tuple[float, dict[str, float]] | RewardFault:
+    """In the worker: the reward's total and its named parts, or what it did instead.
+
+    A fault is returned and not raised: not every exception survives the way to another process.
+    """
+    try:
+        _loaded()
+        result = _reward(completion, task)  # type: ignore[operator]
+        named = dict(result) if isinstance(result, Mapping) else {"reward": result}
+    except (Exception, SystemExit) as error:  # the reward's own failure, of any kind
+        return RewardFault(type(error).__name__, _describe(error))
+    for name, value in named.items():
         if not isinstance(value, Real):
-            raise TypeError(f"the reward's part {name!r} is {value!r}, not a number")
-    parts = {str(name): float(value) for name, value in parts.items()}
-    return sum(parts.values()), parts
+            return RewardFault(NOT_A_NUMBER, f"the reward's part {name!r} is {_shown(value)}, not a number")
+    parts = {str(name): float(value) for name, value in named.items()}
+    total = sum(parts.values())
+    if not math.isfinite(total) or not all(map(math.isfinite, parts.values())):
+        return RewardFault(NOT_FINITE, f"reward {total} with parts {parts} is not finite")
+    return total, parts
 
 
-def _describe(error: BaseException, timeout: float | None = None) -> str:
-    if isinstance(error, FutureTimeout | TimeoutError):
-        return f"timed out after {timeout:g} s" if timeout else "timed out"
-    if isinstance(error, ProcessExpired):
-        return f"its process died (exit code {error.exitcode})"
-    return f"{type(error).__name__}: {error}"
+def _shown(value: object) -> str:
+    """A value that may be of any size, or not even have a repr."""
+    try:
+        text = repr(value)
+    except Exception:
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 100 else f"{text[:100]}…"
+
+
+def _describe(error: BaseException) -> str:
+    try:
+        text = str(error)
+    except Exception:  # of an exception of the reward's own
+        text = "(without a text)"
+    return f"{type(error).__name__}: {text}"

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from itertools import chain
 
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rl.data.render import completion_text, prompt_ids
-from hybrid_rl.engine.base import Engine, EngineDied, Request, Sampling
+from hybrid_rl.engine.base import Engine, EngineDied, EngineError, Request, Sampling
 from hybrid_rl.ranks import Ranks
 from hybrid_rl.rollout.reward import Scorer
 from hybrid_rl.types import Group, Rollout, Task
@@ -45,7 +46,10 @@ def sample_groups(
         try:
             for completion in engine.generate(list(waiting.values()), sampling):
                 group, rollout = order[completion.id]
-                rollout.add_sampled(completion.token_ids, completion.logprobs, completion.versions)
+                try:
+                    rollout.add_sampled(completion.token_ids, completion.logprobs, completion.versions)
+                except ValueError as error:  # its weights are broken, or it is: nothing that it samples can be trusted
+                    raise EngineError(f"the engine's completion of group {group.id}, rollout {rollout.index}: {error}") from error
                 rollout.finish(completion.finish_reason, completion_text(completion.token_ids, tokenizer))
                 scorer.submit(rollout, group.task)
                 on_completion(ranks.world // engine.team.world)  # the others are about as far
@@ -64,3 +68,16 @@ def sample_groups(
         for group in groups:
             group.rollouts = [next(everyone) for _ in group.rollouts]
     return sum(rollout.error is not None for group in groups for rollout in group.rollouts)
+
+
+def reward_faults(groups: Iterable[Group]) -> dict[str, int]:
+    """How many rewards failed, by kind of fault."""
+    return dict(sorted(Counter(r.fault or "unknown" for group in groups for r in group.rollouts if r.error is not None).items()))
+
+
+def first_faults(groups: Iterable[Group]) -> dict[str, str]:
+    """Of each kind of reward fault the first: its task and what happened."""
+    found: dict[str, str] = {}
+    for r in (r for group in groups for r in group.rollouts if r.error is not None):
+        found.setdefault(r.fault or "unknown", f"task {r.task_id}: {r.error}")
+    return found

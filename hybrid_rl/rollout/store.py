@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hybrid_rl.files import atomic_file
-from hybrid_rl.types import Group
+from hybrid_rl.types import Group, Rollout
 
 SCHEMA = pa.schema(
     [
@@ -96,6 +96,15 @@ def read_rollouts(path: Path, columns: Sequence[str] | None = None) -> list[dict
         if "reward_parts" in row:
             row["reward_parts"] = dict(row["reward_parts"])
     return rows
+
+
+def as_rollout(row: dict[str, Any]) -> Rollout:
+    """The rollout that a whole row, as read_rollouts gives it, was written from; log-probabilities have float32's digits."""
+    rollout = Rollout(row["task_id"], row["group_id"], row["index"], row["seed"], list(row["token_ids"][: row["prompt_length"]]))
+    rollout.token_ids, rollout.loss_mask, rollout.logprobs = row["token_ids"], row["loss_mask"], row["logprobs"]
+    rollout.versions, rollout.finish_reason, rollout.completion = row["versions"], row["finish_reason"], row["completion"]
+    rollout.reward, rollout.reward_parts, rollout.error = row["reward"], row["reward_parts"], row["error"]
+    return rollout
 
 
 def _text(text: str) -> str:

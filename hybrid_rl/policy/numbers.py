@@ -1,0 +1,95 @@
+"""Numbers that are not finite: found where they appear and named by sample. Where all is well that costs one look at the device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybrid_rl.policy.model import Policy
+from hybrid_rl.policy.sharding import local
+from hybrid_rl.ranks import Ranks
+from hybrid_rl.types import Rollout
+
+GRADIENT = "gradient"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """The first number that is not finite. `position` is that of the token in its rollout's `token_ids`, the prompt included."""
+
+    what: str  # "advantage", "log-probability", "gradient of model.norm.weight", …
+    value: float = math.nan
+    task_id: str | None = None  # None: it is of no one sample
+    group_id: int | None = None
+    index: int | None = None
+    position: int | None = None  # None: it is of the whole rollout
+
+    def __str__(self) -> str:
+        if self.task_id is None:
+            return f"{self.what} is {self.value}"
+        token = "" if self.position is None else f", token {self.position}"
+        return f"{self.what} is {self.value} at task {self.task_id}, group {self.group_id}, rollout {self.index}{token}"
+
+
+def finite(columns: Iterable[Tensor]) -> bool:
+    """Whether every number of every column is finite; the device is asked once."""
+    return bool(torch.stack([column.isfinite().all() for column in columns]).all())
+
+
+def find(columns: Mapping[str, Tensor], rollouts: Sequence[Rollout]) -> Fault | None:
+    """The first number that is not finite, column by column. A column has an entry for each rollout [R] or each sampled token [N]."""
+    tokens = sum(r.sampled for r in rollouts)
+    for what, column in columns.items():
+        bad = (~column.isfinite()).nonzero()[:1].flatten().tolist()
+        if not bad:
+            continue
+        value = float(column[bad[0]])
+        if len(column) == len(rollouts) != tokens:
+            return _at(what, value, rollouts[bad[0]])
+        return _at_token(what, value, rollouts, bad[0])
+    return None
+
+
+def alone(fault: Fault, compute: Callable[[list[Rollout]], Tensor], rollouts: Sequence[Rollout]) -> Fault:
+    """The fault of the first sample that shows it when `compute` sees no other; the given one where none does.
+
+    In a row a NaN reaches neighbours too, through attention's products with 0. Collective where `compute` is.
+    """
+    for rollout in rollouts:
+        if own := find({fault.what: compute([rollout])}, [rollout]):
+            return own
+    return fault
+
+
+def _at_token(what: str, value: float, rollouts: Sequence[Rollout], token: int) -> Fault:
+    for rollout in rollouts:
+        if token < rollout.sampled:
+            return _at(what, value, rollout, [t for t, sampled in enumerate(rollout.loss_mask) if sampled][token])
+        token -= rollout.sampled
+    raise IndexError(f"{what} has more entries than the rollouts have sampled tokens")
+
+
+def _at(what: str, value: float, r: Rollout, position: int | None = None) -> Fault:
+    return Fault(what, value, r.task_id, r.group_id, r.index, position)
+
+
+def agreed(ranks: Ranks, fault: Fault) -> Fault:
+    """The fault that all ranks name: that of the first rank whose rows show which parameter's gradient it is. Collective."""
+    faults = ranks.all_gather(fault)
+    return next((f for f in faults if f.what != GRADIENT), faults[0])
+
+
+@torch.no_grad()
+def broken_weight(policy: Policy) -> str | None:
+    """The name of a weight that is not finite, or None. Collective: every rank looks at its own rows, and all return the same."""
+    rows = [local(p) for p in policy.parameters.values()]
+    sums = torch.stack([r.sum(dtype=torch.float32) for r in rows])  # the cheapest that a NaN or infinity leaves a trace in
+    bad = (~sums.isfinite().all()).float()
+    if not float(policy.ranks.sum(bad)):
+        return None
+    own = next((name for name, r in zip(policy.parameters, rows, strict=True) if not bool(r.isfinite().all())), None)
+    return next((name for name in policy.ranks.all_gather(own) if name), None)  # None: only a sum overflowed

@@ -1,0 +1,182 @@
+"""Run forward and backward again on a batch that a run kept because a number in it was not finite (see hybrid_rl/bad.py).
+
+- python -m hybrid_rl.replay outputs/reverse/<run>/bad/step_000012
+- every batch that a run kept: python -m hybrid_rl.replay outputs/reverse/<run>
+- elsewhere than on the GPU: … --device cpu
+
+One process. Each sample is computed alone, then all of them in the rows of the update. The exit code is 1 where a number is not finite
+again, 0 where all are finite here, 2 where there is nothing to replay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from omegaconf import OmegaConf
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers.utils import logging
+
+from hybrid_rl import checkpoint
+from hybrid_rl.algo.batch import Given
+from hybrid_rl.checkpoint import CheckpointError
+from hybrid_rl.config import Config, LoraConfig
+from hybrid_rl.learner import objective_of
+from hybrid_rl.policy.critic import Critic, ValueModel
+from hybrid_rl.policy.layout import sampled_tokens
+from hybrid_rl.policy.model import ModelError, Policy, pick_device
+from hybrid_rl.policy.numbers import Fault, find
+from hybrid_rl.policy.update import accumulate, demonstrate, score
+from hybrid_rl.rollout.store import as_rollout, read_rollouts
+from hybrid_rl.session import make_optimizer
+from hybrid_rl.types import Rollout
+
+
+@dataclass(slots=True)
+class Kept:
+    folder: Path
+    facts: dict[str, Any]
+    config: Config
+    model: Policy
+    rollouts: list[Rollout]
+    columns: dict[str, Tensor]
+
+    @classmethod
+    def load(cls, folder: Path, device: torch.device) -> Kept:
+        """Raises CheckpointError, ModelError or OSError with the reason where something is missing or damaged."""
+        facts = json.loads((folder / "batch.json").read_text())
+        schema = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(folder / "config.yaml"))
+        config = cast(Config, OmegaConf.to_object(schema))
+        rows = read_rollouts(folder / "rollouts.parquet")
+        columns = load_file(folder / "numbers.safetensors")  # in no order of meaning
+        kind = ValueModel if facts["kind"] == "critic" else Policy
+        if kind is ValueModel:
+            config.policy.lora = LoraConfig()
+        model = kind.load(folder.parents[1] / facts["model"], device, config.policy)
+        weights = checkpoint.latest(folder)
+        if weights is None:
+            raise CheckpointError(f"{folder} holds no complete weights")
+        weights.restore_policy(model)
+        return cls(
+            folder,
+            facts,
+            config,
+            model,
+            [as_rollout(rows[i]) for i in facts["chosen"]],
+            {n: columns[n].to(device) for n in facts["columns"]},
+        )
+
+    def run(self, members: Sequence[int]) -> tuple[dict[str, Tensor], float]:
+        """Forward and backward on some of the rollouts: what came out of each of their tokens, and the norm of their gradient."""
+        rollouts, how = [self.rollouts[i] for i in members], (self.facts["layout"], self.config.policy.row_tokens)
+        scale, temperature = self.facts["scale"], self.config.rollout.temperature
+        if self.facts["kind"] == "sft":
+            found = {"loss": demonstrate(self.model, scale, rollouts, self.config.sft.label_smoothing, *how)}
+        elif self.facts["kind"] == "scored":
+            return {"log-probability": score(self.model, rollouts, temperature, *how)}, 0.0
+        else:
+            given, chosen = self._given(members)
+            if isinstance(self.model, ValueModel):
+                critic = Critic(self.model, make_optimizer(self.model, self.config.algo.critic.optimizer, 1), self.config.algo.critic.clip)
+                critic.optimizer.scale = scale
+                values, targets = (self.columns[name][chosen] for name in ("values", "targets"))
+                losses, _ = critic.accumulate(rollouts, values, targets, given, *how)
+                found = {"value": critic.values(rollouts, *how), "value loss": losses}
+            else:
+                objective = objective_of(self.config.algo, self.facts["kl_coef"])
+                done = accumulate(self.model, scale, rollouts, given, objective, temperature, *how)
+                found = {"log-probability": done.log_ratios + given.old_logprobs, "loss": done.losses}
+        return found, self._norm() / scale
+
+    def _given(self, members: Sequence[int]) -> tuple[Given, Tensor]:
+        """What the update was given of some of the rollouts, and where their tokens lie."""
+        of = sampled_tokens(self.rollouts, self.model.device).rollout_index
+        chosen = torch.isin(of, torch.tensor(list(members), device=of.device))
+        names = ("advantages", "old_logprobs", "behaviour_logprobs", "corrections", "weights", "reference_logprobs")
+        columns: dict[str, Any] = {name: self.columns[name][chosen] for name in names if name in self.columns}
+        return Given(rollout=of[chosen], divisor=self.facts["divisor"], **columns), chosen
+
+    def _norm(self) -> float:
+        """Of the gradient, which is cleared; infinite or NaN where any of it is."""
+        norm = nn.utils.get_total_norm([p.grad for p in self.model.trainable.values() if p.grad is not None])
+        return float(getattr(norm, "full_tensor", lambda: norm)())
+
+    def clear(self) -> None:
+        for parameter in self.model.trainable.values():
+            parameter.grad = None
+
+
+def replay(folder: Path, device: torch.device) -> bool:
+    """Print each sample's numbers, and the first that is not finite; returns whether there is one."""
+    kept = Kept.load(folder, device)
+    facts, rollouts = kept.facts, kept.rollouts
+    said = Fault(**{**facts["fault"], "value": float(facts["fault"]["value"])})
+    print(f"{folder}: {'SFT ' if facts['kind'] == 'sft' else ''}step {facts['step']}, version {facts['version']}, {len(rollouts)} rollouts")
+    print(f"recorded: {said}")
+    first = find(kept.columns, rollouts)
+    print(f"given:    {first or 'every number is finite'}")
+    print(f"\n{'task':<16} {'group':>6} {'rollout':>7} {'tokens':>6} {'reward':>9}  computed here, alone")
+    alone: Fault | None = None
+    for i, r in enumerate(rollouts):
+        found, norm = kept.run([i])
+        kept.clear()
+        fault = find(found, [r]) or (None if math.isfinite(norm) else Fault("gradient", norm, r.task_id, r.group_id, r.index))
+        alone = alone or fault
+        numbers = "  ".join(f"{name} {_range(column)}" for name, column in found.items()) + f"  gradient {norm:.3g}"
+        reward = "–" if r.reward is None else f"{r.reward:.4g}"
+        print(f"{r.task_id:<16} {r.group_id:>6} {r.index:>7} {r.sampled:>6} {reward:>9}  {numbers}" + (f"  ! {fault}" if fault else ""))
+    found, norm = kept.run(range(len(rollouts)))
+    together = find(found, rollouts) or (None if math.isfinite(norm) else Fault("gradient", norm))
+    print(
+        f"\nall together, in the update's rows: loss {sum(float(c.sum()) for n, c in found.items() if 'loss' in n):.4g}, gradient {norm:.4g}"
+    )
+    for name, parameter in kept.model.trainable.items():
+        if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
+            print(f"first parameter whose gradient is not finite: {name}")
+            break
+    kept.clear()
+    first = first or alone or together
+    print(
+        f"first:    {first}" if first else "every number is finite here; what differs from the run may be the device or the number of ranks"
+    )
+    return first is not None
+
+
+def _range(column: Tensor) -> str:
+    """Smallest and largest, NaN where there is one."""
+    return f"{float(column.min()):.4g}…{float(column.max()):.4g}" if len(column) else "–"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m hybrid_rl.replay", description="Compute a kept batch again and name what is not finite."
+    )
+    parser.add_argument("path", type=Path, help="a folder of bad/, a file in it, or a run's folder")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    chosen = parser.parse_args(arguments)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    path = chosen.path.parent if chosen.path.is_file() else chosen.path
+    folders = sorted(found.parent for pattern in ("batch.json", "*/batch.json", "bad/*/batch.json") for found in path.glob(pattern))
+    if not folders:
+        print(f"hybrid_rl: {chosen.path} holds no batch that was kept (a folder of bad/ in a run's folder)", file=sys.stderr)
+        return 2
+    try:
+        device = pick_device(chosen.device)
+        found = [replay(folder, device) for folder in folders]
+    except (CheckpointError, ModelError, OSError) as error:
+        print(f"hybrid_rl: {error}", file=sys.stderr)
+        return 2
+    return int(any(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
