@@ -15,9 +15,10 @@ class Wholes(dict[int, Path]):
         self.factory = factory
 
     def __missing__(self, ranks: int) -> Path:
-        self[ranks] = self.factory.mktemp(f"whole_{ranks}")
-        run(self[ranks], ranks=ranks)
-        return self[ranks]
+        folder = self.factory.mktemp(f"whole_{ranks}")
+        run(folder, ranks=ranks)
+        self[ranks] = folder
+        return folder
 
 
 @pytest.fixture(scope="session")

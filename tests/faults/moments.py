@@ -18,7 +18,7 @@ from typing import Any
 # where the name is looked up when the phase begins
 PHASES = {
     "load": ["hybrid_rl.stages._build"],
-    "handover": ["hybrid_rl.rl.hand_over", "hybrid_rl.stages.hand_over", "hybrid_rl.rl.take_back", "hybrid_rl.stages.take_back"],
+    "handover": ["hybrid_rl.session.hand_over", "hybrid_rl.rl.take_back", "hybrid_rl.stages.take_back"],
     "evaluation": ["hybrid_rl.rl.evaluate", "hybrid_rl.stages.evaluate"],
     "sampling": ["hybrid_rl.rollout.collector.sample_groups"],
     "scoring": ["hybrid_rl.rollout.reward.Scorer.finish"],
