@@ -56,7 +56,7 @@ def keep(s: Session, bad: BadBatch, fault: Fault, model: Policy, folder: Path) -
     if s.ranks.from_main(lambda: (root / name).exists() or len(list(root.glob("*/batch.json"))) >= MOST):
         s.console.say(said)
         return
-    checkpoint.save(root / name, "weights", bad.step, model, None, {}, keep=1)
+    checkpoint.save(root / name, "weights", bad.step, model, None, {}, keep=1, timeout=s.config.checkpoint.timeout)
     last = s.ranks.from_main(lambda: checkpoint.complete(s.folder / "checkpoints"))
     if s.ranks.main:
         s.write_rollouts(root / name / "rollouts.parquet", bad.groups)

@@ -248,7 +248,7 @@ def _resume_point(config: Config, folder: Path) -> tuple[checkpoint.Checkpoint |
 
 MAY_CHANGE = (
     "resume:", "output_dir:", "rl.steps:", "rl.checkpoint_every:", "rl.keep_checkpoints:", "rl.keep_best:", "rl.eval_every:",
-    "sft.checkpoint_every:", "checkpoint.", "ranks:", "rank_timeout:", "stop_timeout:", "rollout.reward_start_timeout:",
+    "sft.checkpoint_every:", "checkpoint.", "ranks:", "rank_timeout:", "rollout.max_reward_failures:", "stop_timeout:", "rollout.reward_start_timeout:",
     "policy.shard:", "policy.offload:", "policy.activation_checkpointing:", "handover.", "engine.timeout:", "engine.start_timeout:",
     "engine.restarts:", "engine.memory_fraction:", "engine.tensor_parallel:",
 )  # fmt: skip

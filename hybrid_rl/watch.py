@@ -147,6 +147,8 @@ class Watch:
         stacks = self._collect(pids)
         if any(not note.waits for note in hung):  # who is inside a collective of torch's own waits too, without having said so
             hung = [note for note in hung if not _in_collective(stacks[note.rank])] or hung
+        else:  # one that does not even answer was stopped while it waited
+            hung = [note for note in hung if not stacks[note.rank]] or hung
         raise Hangs(describe(notes, hung, stacks, self.timeout, self.stacks))
 
     def _read(self, rank: int) -> Note | None:
@@ -201,10 +203,11 @@ def describe(notes: Sequence[Note], hung: Sequence[Note], stacks: Stacks, timeou
         return f"no progress since {time.strftime('%H:%M:%S', time.localtime(time.time() - now + note.at))} ({now - note.at:.0f} s)"
 
     lines = [f"hybrid_rl: rank {note.rank} hangs in phase {note.phase}: {since(note)}, rank_timeout={timeout:g}" for note in hung]
-    if all(note.waits for note in hung):
+    mutual = all(note.waits and stacks[note.rank] for note in hung)
+    if mutual:
         lines = [f"hybrid_rl: all ranks wait for each other: {since(max(hung, key=lambda n: n.at))}, rank_timeout={timeout:g}"]
     for note in notes:
-        doing = "hangs" if note in hung and not note.waits else "waits for the others"
+        doing = "hangs" if note in hung and not mutual else "waits for the others"
         lines.append(f"  rank {note.rank}, phase {note.phase}, {doing}:")
         lines += [f"    {frame}" for frame in stacks[note.rank][:most]] or ["    no answer: the process is stopped, or stuck in the kernel"]
     return "\n".join([*lines, f"  every thread's stack: {folder}"])

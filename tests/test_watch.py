@@ -6,12 +6,12 @@ import re
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from hybrid_rl import watch
 from hybrid_rl.watch import START, Note, hanging, main_thread
 from tests.test_run import run, run_folder
-from tests.test_run_ranks import wait_until_gone
 
 
 def note(rank: int, at: float, waits: bool = False, phase: str = "update") -> Note:
@@ -71,6 +71,21 @@ Current thread 0x00007f0002 (most recent call first):
 """
     assert main_thread(text) == ['File "/a/loss.py", line 12 in inner', 'File "/a/run.py", line 1 in <module>']
     assert main_thread("") == []
+
+
+def wait_until_gone(folder: Path, seconds: float) -> None:
+    """No process works in the folder any more."""
+    until = time.monotonic() + seconds
+    while (left := [p for p in psutil.process_iter() if works_in(p, folder)]) and time.monotonic() < until:
+        time.sleep(0.2)
+    assert not left, left
+
+
+def works_in(process: psutil.Process, folder: Path) -> bool:
+    try:
+        return process.cwd() == str(folder) and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
 
 
 SIGNAL = "reward._target_=tests.rewards.hash_of_answer"  # or there is nothing to update
