@@ -218,6 +218,8 @@ def latest(root: Path) -> Checkpoint | None:
     if not folders:
         return None
     state = _read_json(folders[-1] / "state.json")
+    if not isinstance(state, dict) or not state.keys() >= {"stage", "step"}:
+        raise CheckpointError(f"{folders[-1] / 'state.json'} is missing or damaged; delete {folders[-1]} to resume from the one before")
     if state.get("format") != FORMAT:
         raise CheckpointError(
             f"{folders[-1]} has format {state.get('format', 0)}, this version of hybrid_rl reads {FORMAT} only; resume=never for a new run"

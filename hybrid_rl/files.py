@@ -28,6 +28,13 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
         temporary.unlink(missing_ok=True)
 
 
+def check_writable(folder: Path) -> None:
+    """Make the folder where it is not there, and write a file in it. Raises OSError where that cannot be."""
+    with atomic_file(folder / ".writable") as file:
+        file.write(b"0")
+    (folder / ".writable").unlink(missing_ok=True)  # another rank or run may have been here too
+
+
 def remove_unfinished(run: Path) -> None:
     """Remove what processes that were killed left under a run's folder: their names begin with a dot and end with .tmp."""
     for folder in (run, run / "rollouts", run / "checkpoints", run / "checkpoints" / "reference"):

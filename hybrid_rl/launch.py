@@ -35,6 +35,27 @@ def world() -> int | None:
     return int(size) if size else None
 
 
+def environment_problem() -> str:
+    """What is wrong with the variables that a launcher sets for its ranks; "" where nothing is. No rank must wait for others in vain."""
+    e = os.environ
+    if not e.get("WORLD_SIZE"):
+        return "RANK is set and WORLD_SIZE is not: start ranks with torchrun, or unset RANK" if e.get("RANK") else ""
+    number = {name: int(e[name]) for name in (*NUMBERS, "MASTER_PORT") if e.get(name, "").isdecimal()}
+    wanted = (*NUMBERS, "MASTER_ADDR", "MASTER_PORT") if number.get("WORLD_SIZE", 2) > 1 else NUMBERS[:1]
+    for name in wanted:
+        if not e.get(name):
+            return f"WORLD_SIZE={e['WORLD_SIZE']} is set and {name} is not: start ranks with torchrun, or unset WORLD_SIZE"
+        if name != "MASTER_ADDR" and name not in number:
+            return f"{name}={e[name]}: must be a whole number of at least 0"
+    for name, (low, limit) in {"WORLD_SIZE": (1, None), "RANK": (0, "WORLD_SIZE"), "LOCAL_RANK": (0, "LOCAL_WORLD_SIZE")}.items():
+        if name in wanted and (number[name] < low or (limit and number[name] >= number[limit])):
+            return f"{name}={number[name]}: must be at least {low}" + (f" and below {limit}={number[limit]}" if limit else "")
+    return ""
+
+
+NUMBERS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
 def launched() -> bool:
     """Whether this process is one rank of several."""
     return (world() or 1) > 1

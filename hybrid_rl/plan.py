@@ -9,17 +9,17 @@ from pathlib import Path
 from types import MappingProxyType
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from hybrid_rl.config import Config, EngineKind, Offload, Reference
 from hybrid_rl.console import Console
 from hybrid_rl.data import load_task_sets
-from hybrid_rl.data.render import demonstration, prompt_ids
+from hybrid_rl.data.render import check_prompts, demonstration, prompt_ids
 from hybrid_rl.doctor import machine
 from hybrid_rl.learner import needs
 from hybrid_rl.policy import lora, tiny
 from hybrid_rl.policy.layout import first_fit_decreasing
-from hybrid_rl.policy.model import LOGIT_CHUNK_ELEMENTS, ModelError, compute_dtype, pick_device
+from hybrid_rl.policy.model import LOGIT_CHUNK_ELEMENTS, ModelError, compute_dtype, pick_device, read_config, read_tokenizer, reason
 from hybrid_rl.ranks import Ranks
 from hybrid_rl.rollout.reward import Scorer
 from hybrid_rl.session import ENGINES, choose_engine, choose_layout
@@ -28,19 +28,20 @@ from hybrid_rl.session import ENGINES, choose_engine, choose_layout
 def print_plan(config: Config, console: Console, ranks: Ranks) -> None:
     """Raises the same errors a run would for a bad model folder, data set or reward."""
     device, r = pick_device(config.device), config.rollout
+    wanted = r.batch_size // r.group_size
+    tasks = load_task_sets(config.data, rl_tasks=wanted, sft_tasks=config.sft.batch_size if config.sft.steps else 0)
     with tempfile.TemporaryDirectory() as temporary:
         if not config.model.path:
             tiny.create(Path(temporary), config.model.tiny, config.seed)
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(config.model.path or temporary, local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise _unreadable("model.path", config.model.path, error) from error
+        tokenizer = read_tokenizer(config.model.path or temporary)
         model = _empty("model.path", config.model.path or temporary)
     model_config, parameters = model.config, sum(p.numel() for p in model.parameters())
     lora.inject(model, config.policy.lora)
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    wanted = r.batch_size // r.group_size
-    tasks = load_task_sets(config.data, rl_tasks=wanted, sft_tasks=config.sft.batch_size if config.sft.steps else 0)
+    check_prompts(
+        tasks, tokenizer, model_config.get_text_config().vocab_size,
+        max_tokens=r.max_prompt_tokens, row_tokens=config.policy.row_tokens, sft=bool(config.sft.steps),
+    )  # fmt: skip
     prompts = [len(prompt_ids(task, tokenizer, r.max_prompt_tokens)) for task in [*tasks.rl, *tasks.eval]]
     scorer = Scorer(config.reward, 1, r.reward_timeout)
     try:
@@ -95,15 +96,12 @@ def models_beside(config: Config, parameters: int) -> dict[str, int]:
 def _empty(setting: str, folder: str) -> PreTrainedModel:
     """The folder's model without memory for its parameters."""
     try:
-        model_config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise _unreadable(setting, folder, error) from error
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(model_config)
-
-
-def _unreadable(setting: str, folder: str | None, error: Exception) -> ModelError:
-    return ModelError(f"{setting}={folder} cannot be read: {str(error).strip().splitlines()[0]}")
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(read_config(folder), trust_remote_code=False)
+    except ModelError as error:
+        raise ModelError(str(error).replace("model.path=", f"{setting}=")) from error
+    except ValueError as error:  # a configuration of something that is no causal LM
+        raise ModelError(f"{setting}={folder} cannot be loaded: {reason(error)}") from error
 
 
 def _batch_line(label: str, config: Config, prompt: float, completion: float) -> str:

@@ -23,6 +23,7 @@ from torch import Tensor
 from hybrid_rl import watch
 from hybrid_rl.launch import AT_A_SIGNAL, launched
 from hybrid_rl.stop import asked
+from hybrid_rl.validation import ConfigError
 
 T = TypeVar("T")
 
@@ -190,5 +191,9 @@ def join(timeout: float, device: str = "auto") -> Ranks:
         torch.cuda.set_device(ranks.local_rank)
     if watch.NOTES not in os.environ:
         _patience = timedelta(seconds=timeout)
-    dist.init_process_group(BACKENDS["cuda" if gpu else "cpu"], timeout=_patience)
+    try:
+        dist.init_process_group(BACKENDS["cuda" if gpu else "cpu"], timeout=_patience)
+    except (dist.DistError, ValueError) as error:
+        meeting = f"MASTER_ADDR={os.environ['MASTER_ADDR']} MASTER_PORT={os.environ['MASTER_PORT']}"
+        raise ConfigError(f"{meeting}: the ranks cannot meet there: {' '.join(str(error).split())}") from error
     return ranks

@@ -27,7 +27,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from hybrid_rl import watch
 from hybrid_rl.config import Config
-from hybrid_rl.launch import after_rank_0, attend, end_with_launcher, launch, launched, world
+from hybrid_rl.files import check_writable
+from hybrid_rl.launch import after_rank_0, attend, end_with_launcher, environment_problem, launch, launched, world
 from hybrid_rl.stop import end_now, listening
 from hybrid_rl.validation import CONF, ConfigError, load, parse
 
@@ -46,6 +47,9 @@ def main() -> int:
 def _main() -> int:
     """Check every job's settings before anything heavy loads, then let Hydra run them."""
     global _ranks
+    if problem := environment_problem():
+        print(f"hybrid_rl: {problem}", file=sys.stderr)
+        return 2
     if launched():
         end_with_launcher()
         watch.begin()
@@ -61,6 +65,7 @@ def _main() -> int:
             _check_ranks(cast(Config, config))
             if not arguments.multirun:
                 _check_resume(cast(Config, config))
+            _check_output(cast(Config, config))
         if launched() and configs:
             from hybrid_rl.ranks import join
 
@@ -95,6 +100,15 @@ def _check_resume(config: Config) -> None:
             raise ConfigError(
                 f"resume=must: the newest run, {newest}, reached its end; resume={newest} with more rl.steps trains it further"
             )
+
+
+def _check_output(config: Config) -> None:
+    """Raises ConfigError where a run's folder could not be made; a dry run makes none."""
+    if not config.dry_run and config.resume in ("never", "auto", "must"):
+        try:
+            check_writable(Path(config.output_dir) / config.name)
+        except OSError as error:
+            raise ConfigError(f"output_dir={config.output_dir}: cannot be written to: {error.strerror}; choose another folder") from error
 
 
 def _gpus(config: Config) -> int:

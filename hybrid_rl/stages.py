@@ -24,7 +24,8 @@ from hybrid_rl import checkpoint
 from hybrid_rl.checkpoint import CheckpointError
 from hybrid_rl.config import Config
 from hybrid_rl.console import Console
-from hybrid_rl.data import DataError, load_task_sets
+from hybrid_rl.data import DataError, TaskSets, load_task_sets
+from hybrid_rl.data.render import check_prompts
 from hybrid_rl.deterministic import make_deterministic
 from hybrid_rl.doctor import cores, machine, versions
 from hybrid_rl.engine.base import EngineError
@@ -35,7 +36,7 @@ from hybrid_rl.launch import after_rank_0
 from hybrid_rl.metrics import Metrics
 from hybrid_rl.plan import print_plan
 from hybrid_rl.policy import tiny
-from hybrid_rl.policy.model import ModelError, Policy, pick_device
+from hybrid_rl.policy.model import ModelError, Policy, pick_device, read_config, read_tokenizer
 from hybrid_rl.policy.optimizer import TrainingDiverged
 from hybrid_rl.ranks import Ranks
 from hybrid_rl.report import write_report
@@ -152,21 +153,21 @@ def _build(
     config: Config, folder: Path, console: Console, scorer: Scorer, resumed: checkpoint.Checkpoint | None, ranks: Ranks
 ) -> Session:  # fmt: skip
     """Load everything the stages need; where a checkpoint is resumed, as it stood then."""
-    device = pick_device(config.device)
-    model_folder = Path(config.model.path) if config.model.path else folder / "base_model"
-    if not config.model.path and resumed is None:
-        ranks.from_main(lambda: _make_tiny(model_folder, config))
-    torch.manual_seed(config.seed)  # adapters begin at random
-    policy = Policy.load(model_folder, device, config.policy, ranks)
-    threads = 1 if policy.parameter_count() < TINY_PARAMETERS else max(1, cores() // ranks.local_world)
-    torch.set_num_threads(config.threads or threads)
-    r = config.rollout
+    device, r = pick_device(config.device), config.rollout
     tasks = load_task_sets(
         config.data,
         rl_tasks=r.batch_size // r.group_size if config.rl.steps else 0,
         sft_tasks=config.sft.batch_size if config.sft.steps else 0,
     )
+    model_folder = Path(config.model.path) if config.model.path else folder / "base_model"
+    if not config.model.path and resumed is None:
+        ranks.from_main(lambda: _make_tiny(model_folder, config))
+    ranks.from_main(lambda: _check_prompts(tasks, model_folder, config))
     scorer.check()
+    torch.manual_seed(config.seed)  # adapters begin at random
+    policy = Policy.load(model_folder, device, config.policy, ranks)
+    threads = 1 if policy.parameter_count() < TINY_PARAMETERS else max(1, cores() // ranks.local_world)
+    torch.set_num_threads(config.threads or threads)
     ranks.from_main(lambda: (folder / "rollouts").mkdir(parents=True, exist_ok=True))
     if resumed is None:
         ranks.from_main(lambda: write_text(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config))))
@@ -179,6 +180,15 @@ def _build(
         session.seconds, session.best = resumed.state["seconds"], resumed.state["best"]
         ranks.from_main(lambda: (folder / "summary.json").unlink(missing_ok=True))  # it marks a finished run, and this one goes on
     return session
+
+
+def _check_prompts(tasks: TaskSets, model_folder: Path, config: Config) -> None:
+    """Before the model loads: can each task be rendered, and does it fit?"""
+    vocabulary, r = read_config(model_folder).get_text_config().vocab_size, config.rollout
+    check_prompts(
+        tasks, read_tokenizer(model_folder), vocabulary,
+        max_tokens=r.max_prompt_tokens, row_tokens=config.policy.row_tokens, sft=bool(config.sft.steps),
+    )  # fmt: skip
 
 
 def _make_tiny(folder: Path, config: Config) -> None:
@@ -227,8 +237,8 @@ def _resume_point(config: Config, folder: Path) -> tuple[checkpoint.Checkpoint |
     if found.state["stage"] == "rl" and found.state["step"] > config.rl.steps:
         raise CheckpointError(f"{found.folder} is past rl.steps={config.rl.steps}; raise rl.steps, or resume=never for a new run")
     try:
-        saved = _flat(yaml.safe_load((folder / "config.yaml").read_text()))
-    except (OSError, yaml.YAMLError) as error:
+        saved = _flat(yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")))
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise CheckpointError(f"{folder / 'config.yaml'} is missing or damaged; resume=never for a new run") from error
     now = _flat(yaml.safe_load(OmegaConf.to_yaml(OmegaConf.structured(config))))
     changed = [f"{key}: {saved.get(key)} → {now.get(key)}" for key in sorted(saved.keys() | now.keys()) if saved.get(key) != now.get(key)]

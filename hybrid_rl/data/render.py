@@ -2,27 +2,93 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from transformers import PreTrainedTokenizerBase
 
-from hybrid_rl.data.tasks import DataError
+from hybrid_rl.data.tasks import DataError, TaskSets
 from hybrid_rl.types import Rollout, Task
+
+AT_ONCE = 1000  # prompts that are rendered together where all of them are checked
 
 
 def prompt_ids(task: Task, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[int]:
     """The task rendered by the tokenizer's chat template, ready for the answer. The template alone adds special tokens.
 
-    Raises DataError for a prompt longer than `max_tokens`.
+    Raises DataError for a prompt longer than `max_tokens`, and for one that the template refuses or begins twice.
     """
-    ids = tokenizer.apply_chat_template(list(task.messages), add_generation_prompt=True, tokenize=True, return_dict=False)
+    try:
+        (ids,) = _rendered([task], tokenizer)
+    except Exception as error:  # the template is a program that came with the model: it may raise anything
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise DataError(f"task {task.id}: the tokenizer's chat template does not take its messages: {reason}") from error
+    if problem := _prompt_problem(ids, tokenizer, max_tokens):
+        raise DataError(f"task {task.id}: {problem}")
+    return ids
+
+
+def check_prompts(
+    sets: TaskSets, tokenizer: PreTrainedTokenizerBase, vocabulary: int, *, max_tokens: int, row_tokens: int, sft: bool
+) -> None:  # fmt: skip
+    """Render every prompt, and where `sft` every demonstration, before the model, which knows `vocabulary` tokens, loads.
+
+    Raises DataError for the first that cannot be used.
+    """
+    if sft:
+        _check_end(tokenizer)
+    for name, tasks in (("rl", sets.rl), ("eval", sets.eval), ("sft", sets.sft if sft else [])):
+        for first in range(0, len(tasks), AT_ONCE):
+            some = list(tasks[first : first + AT_ONCE])
+            try:
+                prompts = _rendered(some, tokenizer)
+                good = not any(_prompt_problem(ids, tokenizer, max_tokens) for ids in prompts)
+            except Exception:  # of one among them
+                good = False
+            if not good:
+                for task in some:
+                    prompt_ids(task, tokenizer, max_tokens)
+            demonstrations = [str(task.demonstration) if name == "sft" else "" for task in some]
+            answers = tokenizer(demonstrations, add_special_tokens=False)["input_ids"]
+            for task, prompt, answer in zip(some, prompts, answers, strict=True):
+                if (last := max(*prompt, *answer, 0)) >= vocabulary:
+                    raise DataError(
+                        f"task {task.id}: the tokenizer gives token {last}, the model knows {vocabulary}; they do not belong together"
+                    )
+                if name == "sft" and (length := len(prompt) + len(answer) + 1) > row_tokens:
+                    raise DataError(
+                        f"task {task.id}: prompt and demonstration have {length} tokens, policy.row_tokens={row_tokens}; raise it or drop the task"
+                    )
+
+
+def _check_end(tokenizer: PreTrainedTokenizerBase) -> None:
+    if tokenizer.eos_token_id is None:
+        raise DataError("sft.steps: the tokenizer names no eos_token, which ends a demonstration; name it in tokenizer_config.json")
+
+
+def _rendered(tasks: Sequence[Task], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    conversations = [list(task.messages) for task in tasks]
+    rendered: Any = tokenizer.apply_chat_template(conversations, add_generation_prompt=True, tokenize=True, return_dict=False)
+    return [list(ids) for ids in rendered]
+
+
+def _prompt_problem(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> str:
+    """What keeps a rendered prompt from being used; "" where nothing does."""
+    if not ids:
+        return "its prompt has no tokens; the tokenizer's chat template makes nothing of its messages"
     if len(ids) > max_tokens:
-        raise DataError(
-            f"task {task.id}: its prompt has {len(ids)} tokens, rollout.max_prompt_tokens={max_tokens}; raise it or drop the task"
-        )
-    return list(ids)
+        return f"its prompt has {len(ids)} tokens, rollout.max_prompt_tokens={max_tokens}; raise it or drop the task"
+    if len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:
+        return "its prompt begins with the start token (bos) twice; take one out of the tokenizer's chat template"
+    return ""
 
 
 def demonstration(task: Task, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Rollout:
-    """The task answered by its demonstration and the end token, as a rollout whose answer is to be imitated."""
+    """The task answered by its demonstration and the end token, as a rollout whose answer is to be imitated.
+
+    Raises DataError as `prompt_ids` does, and where the tokenizer names no end token.
+    """
+    _check_end(tokenizer)
     rollout = Rollout(task.id, group_id=0, index=0, seed=0, token_ids=prompt_ids(task, tokenizer, max_tokens))
     answer = [*tokenizer.encode(task.demonstration, add_special_tokens=False), tokenizer.eos_token_id]
     rollout.add_sampled(answer, [0.0] * len(answer), [(0, len(answer))])

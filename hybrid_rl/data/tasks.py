@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
 from hybrid_rl.types import Task
@@ -27,15 +30,46 @@ class TaskSets:
         owner: dict[str, str] = {}
         for name, tasks in (("sft", self.sft), ("rl", self.rl), ("eval", self.eval)):
             for task in tasks:
+                if not isinstance(task, Task):
+                    raise DataError(f"data: the {name} set holds a {type(task).__name__}, not a hybrid_rl.types.Task")
+                if problem := _problem(task):
+                    raise DataError(f"data: task {task.id!r} of the {name} set: {problem}")
                 if task.id in owner:
                     where = f"twice in {name}" if owner[task.id] == name else f"in both {owner[task.id]} and {name}"
                     raise DataError(f"data: task {task.id!r} is {where}; ids must be unique and the sets disjoint")
                 owner[task.id] = name
 
 
+def _problem(task: Task) -> str:
+    """What the tokenizer could not take, or would take for something else. An answer may be any text: only the reward reads it."""
+    texts = [(f"the content of message {i}", message["content"]) for i, message in enumerate(task.messages)]
+    texts += [("the answer", task.answer), *([("the demonstration", task.demonstration)] if task.demonstration is not None else [])]
+    for what, text in texts:
+        if not isinstance(text, str):
+            return f"{what} is of type {type(text).__name__}, not a text"
+        if what != "the answer" and surrogates(text):
+            return f"{what} has half of a surrogate pair, which no tokenizer takes"
+    return ""
+
+
+def surrogates(text: str) -> bool:
+    """Whether a text holds half of a surrogate pair (\\ud800 to \\udfff): UTF-8 has no bytes for it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
 def load_task_sets(config: dict[str, Any], *, rl_tasks: int, sft_tasks: int) -> TaskSets:
-    """Call the recipe's loader. Raises DataError for a set smaller than what one step draws from it (0: set unused)."""
-    sets = instantiate(config)
+    """Call the recipe's loader. Raises DataError where it fails, and for a set smaller than what one step draws from it (0: set unused)."""
+    try:
+        sets = instantiate(config)
+    except InstantiationException as error:
+        cause = error.__cause__ or error
+        raise (
+            cause if isinstance(cause, DataError) else DataError(f"data._target_={config['_target_']} failed: {_told(cause)}")
+        ) from error
     if not isinstance(sets, TaskSets):
         raise DataError(f"data._target_={config['_target_']} returned {type(sets).__name__}, not hybrid_rl.data.TaskSets")
     for name, tasks, needed, key in (
@@ -48,3 +82,10 @@ def load_task_sets(config: dict[str, Any], *, rl_tasks: int, sft_tasks: int) -> 
     if sft_tasks and (bare := next((t for t in sets.sft if t.demonstration is None), None)):
         raise DataError(f"data: task {bare.id!r} of the sft set has no demonstration; give it one or set sft.steps=0")
     return sets
+
+
+def _told(error: BaseException) -> str:
+    """A loader's own error in one line, with the place in the code that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[-1]} ({Path(frames[-1].filename).name}:{frames[-1].lineno})"

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from hybrid_rl.attention import ATTENTION_NAME, Packed
 from hybrid_rl.config import Offload, PolicyConfig, Precision
@@ -101,9 +112,7 @@ class Policy:
                 problem = error
         ranks.agree(problem)
         config, generation = ranks.from_main(lambda: (whole.config, whole.generation_config))  # type: ignore[union-attr]
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        if tokenizer.chat_template is None:
-            raise ModelError(f"model.path={folder}: the tokenizer has no chat template; add chat_template.jinja to the folder")
+        tokenizer = read_tokenizer(folder)
         return cls(whole, config, generation, tokenizer, device, settings or PolicyConfig(), ranks)
 
     def _shard(self, whole: PreTrainedModel | None) -> None:
@@ -227,19 +236,82 @@ class Policy:
         return {name: t.detach().to("cpu", copy=True) for name, t in items if self.ranks.main and wanted(name)}
 
 
+# How every folder is read: from this disk, weights from safetensors alone, and none of the Python code that may lie in it is run.
+FROM_FOLDER: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+
+
+def read_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
+    """Raises ModelError for a folder without one that can be used."""
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, **FROM_FOLDER)
+    except Exception as error:
+        raise ModelError(f"model.path={folder}: its tokenizer cannot be loaded: {reason(error)}") from error
+    if not tokenizer.encode("0 a", add_special_tokens=False):  # without files transformers makes one that knows no text
+        raise ModelError(f"model.path={folder} has no tokenizer; copy its tokenizer.json and tokenizer_config.json into the folder")
+    if tokenizer.chat_template is None:
+        raise ModelError(f"model.path={folder}: the tokenizer has no chat template; add chat_template.jinja to the folder")
+    return tokenizer
+
+
+def read_config(folder: str | Path) -> PreTrainedConfig:
+    """Raises ModelError for a model that cannot be had from this folder, as far as its JSON files say."""
+    if not (Path(folder) / "config.json").is_file():
+        raise ModelError(
+            f"model.path={folder} cannot be loaded: it is not a Hugging Face model folder on this disk (one with a config.json)"
+        )
+    try:
+        config = AutoConfig.from_pretrained(folder, **FROM_FOLDER)
+    except Exception as error:
+        raise ModelError(f"model.path={folder} cannot be loaded: {reason(error)}") from error
+    if method := getattr(config, "quantization_config", None):
+        kind = method.get("quant_method") if isinstance(method, dict) else type(method).__name__
+        raise ModelError(f"model.path={folder} has quantised weights ({kind}), which cannot be trained; use the model's unquantised folder")
+    try:  # transformers would pass over it in silence, and with it over the tokens that end a completion
+        json.loads((Path(folder) / "generation_config.json").read_bytes())
+    except FileNotFoundError:
+        pass
+    except ValueError as error:
+        raise ModelError(f"model.path={folder}: generation_config.json is not JSON: {error}") from error
+    return config
+
+
+def reason(error: Exception) -> str:
+    """Another library's error in one line."""
+    text = " ".join(str(error).split())
+    if "trust_remote_code" in text:
+        return "it needs Python code that lies in the folder (auto_map), and none is run; use a model that transformers implements itself"
+    if isinstance(error, SafetensorError):
+        text = f"a *.safetensors file is damaged or not whole, copy it again ({text})"
+    elif not isinstance(error, OSError | ValueError):
+        text = f"{type(error).__name__}: {text}"
+    return text if len(text) <= 300 else f"{text[:299]}…"
+
+
 def _read(folder: str | Path) -> PreTrainedModel:
     model: PreTrainedModel
-    loaded: dict[str, set[str]]
+    loaded: dict[str, Any]
+    read_config(folder)
+    tokenizer = read_tokenizer(folder)
     try:
-        AutoTokenizer.from_pretrained(folder, local_files_only=True)
         model, loaded = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
-            folder, dtype=torch.float32, attn_implementation=ATTENTION_NAME, local_files_only=True, output_loading_info=True
-        )
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ModelError(f"model.path={folder} cannot be loaded: {reason}") from error
+            folder, dtype=torch.float32, attn_implementation=ATTENTION_NAME, output_loading_info=True, use_safetensors=True,
+            ignore_mismatched_sizes=True, **FROM_FOLDER,
+        )  # fmt: skip
+    except Exception as error:
+        raise ModelError(f"model.path={folder} cannot be loaded: {reason(error)}") from error
+    if wrong := sorted(loaded["mismatched_keys"]):
+        name, stored, wanted = wrong[0]
+        raise ModelError(f"model.path={folder}: {name} has shape {list(stored)}, by config.json it must have {list(wanted)}")
     if absent := sorted(loaded["missing_keys"]):  # transformers would go on with random numbers there
         raise ModelError(f"model.path={folder} has no weights for {', '.join(absent[:3])}{' …' if len(absent) > 3 else ''}")
+    if extra := sorted(loaded["unexpected_keys"]):  # and here with a part of the model
+        raise ModelError(
+            f"model.path={folder} has weights that config.json has no place for: {', '.join(extra[:3])}{' …' if len(extra) > 3 else ''}"
+        )
+    if (rows := model.config.get_text_config().vocab_size) < tokenizer.vocab_size:
+        raise ModelError(
+            f"model.path={folder}: the tokenizer has {tokenizer.vocab_size} tokens and the model {rows}; they do not belong together"
+        )
     _check_forward(model)
     return model
 
@@ -259,6 +331,8 @@ def _check_forward(model: PreTrainedModel) -> None:
         alone = head(_hidden(model, ids[:, 4:], positions[:, 4:], Packed([2])))
     except (TypeError, ValueError) as error:
         raise ModelError(f"{kind} does not run with hybrid_rl's attention: {error}") from error
+    if not own.isfinite().all():
+        raise ModelError(f"{config._name_or_path}: its logits are not finite; a weight is NaN or infinite")
     if (ours[:, 4:] - alone).abs().max() > 0.05 * alone.std():  # far above rounding, far below what a leak does
         raise ModelError(f"{kind} does not use hybrid_rl's attention: samples packed in a row see each other")
     if not torch.allclose(own, ours, rtol=1e-4, atol=1e-4):
@@ -279,5 +353,7 @@ def pick_device(choice: str) -> torch.device:
     if choice == "auto":
         choice = "cuda" if torch.cuda.is_available() else "cpu"
     if choice == "cuda" and not torch.cuda.is_available():
-        raise ModelError("device=cuda, but torch sees no GPU; use device=cpu or device=auto")
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        asked = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
+        raise ModelError(f"device=cuda, but torch sees no GPU{asked}; use device=cpu or device=auto")
     return torch.device(choice, torch.cuda.current_device()) if choice == "cuda" else torch.device(choice)
