@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -41,8 +42,8 @@ def start(folder: Path, slots: int = 8, capacity: int = 64) -> SGLangEngine:
 def engines() -> Iterator[dict[tuple, SGLangEngine]]:
     kept: dict[tuple, SGLangEngine] = {}
     yield kept
-    for engine in kept.values():
-        engine.close()
+    with ThreadPoolExecutor() as pool:  # each takes its seconds
+        list(pool.map(SGLangEngine.close, kept.values()))
 
 
 @pytest.fixture
@@ -104,12 +105,12 @@ class TestSGLangEngine(EngineContract):
         with pytest.raises(EngineError, match="weights sleep"):
             engine.update_weights([checkpoint(tiny_folder)], version=1)
         engine.wake([WEIGHTS])
-        with pytest.raises(EngineError, match="kv_cache"):
-            engine.generate(requests(), Sampling(max_tokens=2))
-        engine.wake([KV_CACHE, WEIGHTS])
         with pytest.raises(EngineError, match="update_weights"):
             engine.generate(requests(), Sampling(max_tokens=2))
         engine.update_weights([checkpoint(tiny_folder)], version=1)
+        with pytest.raises(EngineError, match="kv_cache"):
+            engine.generate(requests(), Sampling(max_tokens=2))
+        engine.wake([KV_CACHE, WEIGHTS])
         assert len(collect(engine, requests(), Sampling(max_tokens=2))) == 20
         for call in (engine.sleep, engine.wake):
             with pytest.raises(EngineError, match="cuda_graph"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -46,8 +47,8 @@ def engine_of(folder_of) -> Iterator[EngineOf]:
         return made[-1]
 
     yield start
-    for engine in made:
-        engine.close()
+    with ThreadPoolExecutor() as pool:  # each takes its seconds
+        list(pool.map(SGLangEngine.close, made))
 
 
 def handed_over(engine: Engine, policy: Policy, version: int, sampling: Sampling) -> dict[int, list[int]]:
