@@ -56,7 +56,7 @@ ROWS = [
     Row("r − μ, one step", ("algo/advantage=mean_only", "algo.minibatches=1"), "composition"),
     Row("decoupled, 2 epochs", ("algo.old_logprobs=recomputed", "algo/correction=[tis]", "algo.epochs=2"), "composition"),
     Row("KL in the loss", ("algo.reference=frozen", "algo.kl.coef=0.01"), "composition"),
-    # Other settings, each the best of at most three tried on seed 0; the tries that were not are below, on that seed alone.
+    # Other settings, chosen among at most three tries on seed 0; the other tries are below, on that seed alone.
     Row("gspo", ("algo=gspo", "algo.loss.clip_low=0.02", "algo.loss.clip_high=0.02"), "tuned"),
     Row("rloo", ("algo=rloo", "algo/loss=ppo_clip"), "tuned"),
     Row("remax", ("algo=remax", "algo/loss=ppo_clip"), "tuned"),
