@@ -70,7 +70,8 @@ def print_plan(config: Config, console: Console, ranks: Ranks) -> None:
         )
         console.say(_batch_line("typical", config, prompt, statistics.fmean(answers)))
     console.say(_batch_line("at most", config, prompt, r.max_tokens))
-    updates = f"{config.algo.minibatches} AdamW step{'s' * (config.algo.minibatches > 1)} each"
+    steps = config.algo.minibatches * config.algo.epochs
+    updates = f"{steps} AdamW step{'s' * (steps > 1)} each"
     console.say(f"RL         {config.rl.steps} steps, {updates}, lr {config.rl.optimizer.lr:g}, temperature {r.temperature:g}")
     beside = models_beside(config, parameters)
     if beside:

@@ -138,7 +138,7 @@ def _first_line(error: BaseException) -> str:
 
 def _origin(key: str, overrides: Sequence[Override], folders: Sequence[Path]) -> str:
     """Where the value came from: the command line, the YAML file that sets it last, or the default in config.py."""
-    if any(o.key_or_group == key for o in overrides):
+    if any(o.key_or_group in (key, key.replace(".", "/")) for o in overrides):
         return "command line"
     chosen = {"model": "tiny", "algo": "grpo"} | {o.key_or_group: str(o.value()) for o in overrides}
     for file in (folder / "algo" / f"{chosen['algo']}.yaml" for folder in folders):
@@ -255,10 +255,12 @@ def _algo_problems(c: DictConfig) -> Iterator[tuple[str, str]]:
         )
     if c.rollout.group_size == 1 and algo.silent_by != "none":
         yield "rollout.group_size", "makes every group silent; use 2 or more, or algo.silent_by=none"
-    if c.rollout.group_size == 1 and "group" in needs:
+    if c.rollout.group_size == 1 and "group" in _needs({"_target_": algo.advantage._target_}):
         yield "rollout.group_size", f"leaves {algo.advantage._target_} nothing to compare with; use 2 or more"
-    if algo.loss.get("dual_clip", 0) and algo.loss.dual_clip <= 1 + algo.loss.clip_high:
-        yield "algo.loss.dual_clip", f"must be 0 (off) or more than 1 + clip_high = {1 + algo.loss.clip_high:g}; 3 is usual"
+    if algo.loss._target_ == "hybrid_rl.algo.ppo_clip.loss" and 0 < algo.loss.get("dual_clip", 0) <= (
+        least := 1 + algo.loss.get("clip_high", 0.2)
+    ):
+        yield "algo.loss.dual_clip", f"must be 0 (off) or more than 1 + clip_high = {least:g}; 3 is usual"
     if algo.loss._target_ == "hybrid_rl.algo.gspo.loss" and needs & {"values", "teacher_logprobs"}:
         yield "algo.loss", f"gspo gives a rollout one ratio and would average the tokens' own advantages of {algo.advantage._target_}"
     if "teacher_logprobs" in needs and algo.teacher is None:

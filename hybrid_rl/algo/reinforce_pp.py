@@ -6,8 +6,6 @@ from hybrid_rl.algo.batch import Scored
 from hybrid_rl.algo.grpo import is_constant
 from hybrid_rl.deterministic import cumsum
 
-NEEDS = ("group",)
-
 
 def advantages(batch: Scored, baseline: bool = True) -> Tensor:
     """Whitened over the batch's kept tokens → [N] (REINFORCE++, arXiv 2501.03262): r − μ of the group, or with `baseline` false the return.
