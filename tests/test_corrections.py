@@ -157,17 +157,17 @@ def test_engines_that_agree_need_no_correction(correct) -> None:
 
 @every_correction
 def test_a_correction_is_of_its_rollout_alone_and_changes_nothing_it_is_given(correct) -> None:
-    rollouts = [[0.001, -0.002], [0.4, 0.9, -2.0], [], [0.008], [3.0]]  # one is empty
+    rollouts = [[0.001, -0.002], [0.4, 0.9, -2.0], [0.008], [3.0]]
     batch = scored(rollouts, torch.float32)
     before = batch.old_logprobs.clone(), batch.behaviour_logprobs.clone()
     weights, kept = correct(batch)
     assert (weights.dtype, kept.dtype, weights.shape, kept.shape) == (torch.float32, torch.bool, (7,), (7,))
     assert torch.equal(batch.old_logprobs, before[0])
     assert torch.equal(batch.behaviour_logprobs, before[1])
-    alone = [correct(scored([r], torch.float32)) for r in rollouts if r]
+    alone = [correct(scored([r], torch.float32)) for r in rollouts]
     torch.testing.assert_close(weights, torch.cat([w for w, _ in alone]), rtol=1e-5, atol=0)
     assert torch.equal(kept, torch.cat([k for _, k in alone]))
-    backwards = correct(scored(rollouts[::-1], torch.float32))[1].split([1, 1, 0, 3, 2])
+    backwards = correct(scored(rollouts[::-1], torch.float32))[1].split([1, 1, 3, 2])
     assert torch.equal(torch.cat(backwards[::-1]), kept)
 
 

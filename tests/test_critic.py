@@ -383,7 +383,7 @@ def test_the_plan_counts_it(tiny_folder):
     beside = models_beside(Config(algo=algo), parameters)
     assert beside == {"critic": parameters}
     assert models_beside(Config(algo=AlgoConfig(advantage=GAE, critic=CriticConfig(path=str(tiny_folder)))), 1) == beside
-    with pytest.raises(ModelError, match=r"algo\.critic\.path=/nowhere cannot be read"):
+    with pytest.raises(ModelError, match=r"algo\.critic\.path=/nowhere cannot be loaded"):
         models_beside(Config(algo=AlgoConfig(advantage=GAE, critic=CriticConfig(path="/nowhere"))), 1)
     assert models_beside(Config(), parameters) == {}
     unit = 4 * parameters / 2**30
