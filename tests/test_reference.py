@@ -20,7 +20,7 @@ from hybrid_rl.algo.batch import Tokens
 from hybrid_rl.algo.kl import k3
 from hybrid_rl.algo.ppo_clip import loss as ppo_loss
 from hybrid_rl.checkpoint import CheckpointError
-from hybrid_rl.config import AlgoConfig, Config, LoraConfig, Offload, OptimizerConfig, PolicyConfig, Precision
+from hybrid_rl.config import AlgoConfig, Config, KlConfig, LoraConfig, Offload, OptimizerConfig, PolicyConfig, Precision
 from hybrid_rl.config import Reference as Kind
 from hybrid_rl.policy.model import Policy
 from hybrid_rl.policy.optimizer import Optimizer
@@ -271,7 +271,9 @@ def trained(policy: Policy, model_folder: Path, folder: Path, reward: str, algo:
 @pytest.mark.parametrize("kind", list(Kind))
 def test_metrics_line_and_chart(tiny_folder, tmp_path, capsys, kind):
     policy = Policy.load(tiny_folder, CPU, PolicyConfig(lora=LORA))
-    steps = trained(policy, tiny_folder, tmp_path, "hash_of_answer", AlgoConfig(reference=kind, kl_coef=0.1 if kind != Kind.none else 0.0))
+    steps = trained(
+        policy, tiny_folder, tmp_path, "hash_of_answer", AlgoConfig(reference=kind, kl=KlConfig(coef=0.1 if kind != Kind.none else 0.0))
+    )
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     there = kind != Kind.none
     assert all(("reference_kl" in step) == there for step in steps)
