@@ -344,7 +344,8 @@ def test_bad_settings_are_said_once(start, tmp_path):
     ],
 )  # fmt: skip
 def test_ranks_that_do_not_fit(start, tmp_path, arguments, world, expected):
-    launcher = {"WORLD_SIZE": world, "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": world} if world else {}
+    place = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    launcher = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, **place} if world else {}
     output = end(start("agrees", [sys.executable, *RUN, *arguments], **launcher), code=2)
     assert output.startswith(f"hybrid_rl: {expected}")
     assert output.count("\n") == 1

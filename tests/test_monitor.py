@@ -93,7 +93,7 @@ def test_the_numbers_of_a_steps_rollouts() -> None:
         "parts": {"format": 1.0, "truth": 0.2}, "parts_std": {"format": 0.0, "truth": pytest.approx(0.4)},
         "sources": {"code": 0.5, "math": 0.5},
         "length": 4.0, "length_max": 10, "truncated": pytest.approx(1 / 6), "repetition": 0.0,
-        "rollouts": 3, "silent_groups": 3, "missing_groups": 2, "replacement_rounds": 4, "reward_errors": 1,
+        "rollouts": 3, "silent_groups": 3, "missing_groups": 2, "replacement_rounds": 4, "reward_errors": 1, "reward_faults": {},
     }  # fmt: skip
     batch.dropped[0].rollouts[0] = rollout([1] * 10)
     assert rollout_metrics(batch)["repetition"] == pytest.approx(6 / 7 / 6)
