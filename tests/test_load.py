@@ -23,6 +23,7 @@ from hybrid_rl.engine.local import LocalEngine
 from hybrid_rl.metrics import Metrics
 from hybrid_rl.policy import tiny
 from hybrid_rl.policy.model import Policy
+from hybrid_rl.ranks import Ranks
 from hybrid_rl.rl import train_rl
 from hybrid_rl.rollout.collector import Collector
 from hybrid_rl.rollout.reward import Scorer
@@ -57,7 +58,7 @@ class Use:
 class Scripted:
     """Stands in for an engine: three tokens for each request, made from its seed, at once. Nothing of a model takes part."""
 
-    version, dtype = 0, torch.float32
+    version, dtype, team = 0, torch.float32, Ranks()
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
         for request in requests:
