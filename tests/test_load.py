@@ -7,6 +7,7 @@ import os
 import statistics
 import sys
 import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -98,7 +99,7 @@ def test_ten_thousand_prompts_with_sixteen_completions_each(tiny_folder: Path, r
 class Lines(Metrics):
     """The real metrics file, and a look at the process now and then."""
 
-    def __init__(self, path: Path, use: Use, times: list[float]):
+    def __init__(self, path: Path, use: Use, times: array):
         super().__init__(path)
         self.use, self.times = use, times
 
@@ -119,7 +120,7 @@ def test_two_thousand_steps(tmp_path: Path, record_property: Callable[[str, obje
         rollout=RolloutConfig(batch_size=4, group_size=2, max_tokens=2, max_prompt_tokens=40, max_replacements=0),
         rl=RlConfig(steps=2000, checkpoint_every=100, eval_every=100, optimizer=OptimizerConfig(lr=1e-4)), eval=EvalConfig(max_tasks=2),
     )  # fmt: skip
-    use, times = Use(), []  # type: ignore[var-annotated]
+    use, times = Use(), array("d")  # type: ignore[var-annotated]
     scorer = Scorer({"_target_": "tests.rewards.hash_of_answer"}, 1, 30)
     try:
         s = Session(
