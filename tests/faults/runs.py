@@ -71,8 +71,9 @@ class Run:
                 process.join(max(0.1, deadline - time.monotonic()))
             return [process.exitcode for process in self.processes]
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(self.processes[0].pid, signal.SIGKILL)
+            for process in self.processes:  # the first leads the group; another may lead its own
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
 
     def wait_for(self, text: str) -> None:
         deadline = time.monotonic() + LIMIT
@@ -86,8 +87,7 @@ class Run:
 
 
 def _run(folder: Path, log: Path, leader: int, environment: dict[str, str], arguments: list[str], moment: Moment | None) -> None:
-    with suppress(ProcessLookupError, PermissionError):  # the first rank may be gone
-        os.setpgid(0, leader)
+    _join_group(leader)
     os.chdir(folder)
     with log.open("a") as file:
         os.dup2(file.fileno(), 1)
@@ -109,6 +109,19 @@ def _run(folder: Path, log: Path, leader: int, environment: dict[str, str], argu
 
     ranks._exit = leave  # where one of several ranks ends
     leave(main())
+
+
+def _join_group(leader: int) -> None:
+    """Into the first rank's process group, which exists a moment after that rank; into one of its own where that rank is gone.
+
+    Never in the tests' group: the strike takes the whole group along.
+    """
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(leader) and time.monotonic() < deadline:
+        with suppress(ProcessLookupError, PermissionError):
+            return os.setpgid(0, leader)
+        time.sleep(0.001)
+    os.setpgid(0, 0)
 
 
 def run(folder: Path, *overrides: str, code: int = 0, ranks: int = 1, moment: Moment | None = None, victim: int = 0) -> str:
