@@ -70,8 +70,11 @@ def step_line(m: dict[str, Any], steps: int) -> str:
 
 
 def _kinds(m: dict[str, Any]) -> str:
-    kinds = ", ".join(f"{kind} {count}" for kind, count in m.get("reward_faults", {}).items())
-    return f" ({kinds})" if kinds else ""
+    """Faults by kind and, where tasks name their sources, by these."""
+    sources = m.get("source_faults", {})
+    counts = [m.get("reward_faults", {}), {} if list(sources) == ["unnamed"] else sources]
+    lists = [", ".join(f"{name} {count}" for name, count in c.items()) for c in counts if c]
+    return f" ({'; '.join(lists)})" if lists else ""
 
 
 COUNTERS = {

@@ -9,7 +9,7 @@ from typing import Any
 from hybrid_rl.console import eval_line
 from hybrid_rl.engine.base import Sampling
 from hybrid_rl.monitor import mean_by_source, pass_at_k
-from hybrid_rl.rollout.sample import first_faults, make_group, reward_faults, sample_groups
+from hybrid_rl.rollout.sample import fault_metrics, first_faults, make_group, reward_faults, sample_groups
 from hybrid_rl.session import Session
 from hybrid_rl.types import Group
 
@@ -36,7 +36,7 @@ def evaluate(s: Session, name: str, step: int = 0) -> float:
         "name": name, "step": step, **scores(groups, config.pass_reward),
         "length": statistics.fmean(r.sampled for r in rollouts),
         "truncated": statistics.fmean(r.finish_reason == "length" for r in rollouts),
-        "tasks": len(tasks), "samples": config.samples, "reward_errors": errors, "reward_faults": reward_faults(groups),
+        "tasks": len(tasks), "samples": config.samples, "reward_errors": errors, **fault_metrics(reward_faults(groups)),
     }  # fmt: skip
     stem = f"eval_{name}" if name != "step" else f"eval_step_{step:04d}"
     s.save_rollouts(stem, groups)

@@ -15,6 +15,7 @@ from hybrid_rl.engine.base import EngineStats
 from hybrid_rl.memory import Phases
 from hybrid_rl.ranks import Ranks
 from hybrid_rl.rollout.collector import Batch
+from hybrid_rl.rollout.sample import fault_metrics
 from hybrid_rl.types import Rollout
 
 FIRST = 5  # measured steps that tell how a run began
@@ -44,7 +45,7 @@ def rollout_metrics(batch: Batch) -> dict[str, Any]:
         "missing_groups": batch.missing_groups,
         "replacement_rounds": batch.replacement_rounds,
         "reward_errors": batch.reward_errors,
-        "reward_faults": dict(sorted(batch.reward_faults.items())),
+        **fault_metrics(batch.reward_faults),
     }
 
 

@@ -111,7 +111,7 @@ def test_a_group_with_a_failed_reward_is_dropped_and_counted(policy):
         config=RolloutConfig(batch_size=12, group_size=3, max_tokens=6, max_prompt_tokens=40, max_replacements=20, max_reward_failures=0.9),
     )
     assert batch.reward_errors > 0
-    assert batch.reward_faults == {"ValueError": batch.reward_errors}
+    assert batch.reward_faults == {("unnamed", "ValueError"): batch.reward_errors}
     assert batch.examples["ValueError"].endswith(": ValueError: odd")
     assert len(batch.groups) == 4
     assert all(not g.failed for g in batch.groups)
@@ -126,7 +126,7 @@ def test_too_many_failures_end_the_run_with_one_line(policy):
     """A third of 30 tasks fail: just below and just above what is allowed. Replacements are asked for too, and count."""
     few = RolloutConfig(batch_size=90, group_size=3, max_tokens=6, max_prompt_tokens=40, max_replacements=0, max_reward_failures=1 / 3)
     (batch,), _ = collect(policy, {"_target_": "tests.rewards.fails_every", "n": 3}, config=few)
-    assert batch.reward_faults == {"TimeoutError": 30}
+    assert batch.reward_faults == {("unnamed", "TimeoutError"): 30}
     few.max_reward_failures = 0.33
     said = r"30 of 90 rewards of a step failed \(TimeoutError 30\), more than rollout\.max_reward_failures=0\.33 of them; the first: task t\d+: Timeout"
     with pytest.raises(RewardError, match=said):

@@ -86,12 +86,14 @@ def test_a_reward_that_failed_is_never_right(policy: Policy, tmp_path: Path, sho
     assert e.values["correct"] == 0.5
     assert e.values["pass_at"] == {"1": 0.5, "2": 0.5}
     assert e.values["reward_errors"] == 6
-    assert "6 rewards failed" in shown()
+    assert shown().endswith("! 6 rewards failed (ValueError 6)")
 
 
-def test_reward_by_source(policy: Policy, tmp_path: Path) -> None:
+def test_reward_and_its_faults_by_source(policy: Policy, tmp_path: Path, shown: Any) -> None:
     e = Evaluation(policy, tmp_path, "raises_for_odd", sources=("even", "odd"))
     assert e.values["sources"] == {"even": pytest.approx(2 * e.returned), "odd": 0.0}
+    assert e.values["source_faults"] == {"odd": 3}
+    assert shown().endswith("! 3 rewards failed (ValueError 3; odd 3)")
 
 
 def group(rewards: list[float]) -> Group:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable
 from itertools import combinations
 
@@ -88,12 +89,14 @@ def test_the_numbers_of_a_steps_rollouts() -> None:
     kept = group(0, [1.0, 0.0, None], "math", [10, 3, 2], {"format": [1.0, 1.0, 1.0], "truth": [1.0, 0.0, 0.0]})
     silent = group(1, [0.5, 0.5, 0.5], "code", [3, 3, 3], {"format": [1.0, 1.0, 1.0]})
     batch = Batch([silent], [kept], missing_groups=2, silent_groups=3, reward_errors=1, replacement_rounds=4)
+    batch.reward_faults = Counter({("math", "timeout"): 1, ("math", "died"): 1, ("code", "timeout"): 2})
     assert rollout_metrics(batch) == {
         "reward": 0.5, "reward_std": pytest.approx(math.sqrt(0.1)),
         "parts": {"format": 1.0, "truth": 0.2}, "parts_std": {"format": 0.0, "truth": pytest.approx(0.4)},
         "sources": {"code": 0.5, "math": 0.5},
         "length": 4.0, "length_max": 10, "truncated": pytest.approx(1 / 6), "repetition": 0.0,
-        "rollouts": 3, "silent_groups": 3, "missing_groups": 2, "replacement_rounds": 4, "reward_errors": 1, "reward_faults": {},
+        "rollouts": 3, "silent_groups": 3, "missing_groups": 2, "replacement_rounds": 4, "reward_errors": 1,
+        "reward_faults": {"timeout": 3, "died": 1}, "source_faults": {"code": 2, "math": 2},
     }  # fmt: skip
     batch.dropped[0].rollouts[0] = rollout([1] * 10)
     assert rollout_metrics(batch)["repetition"] == pytest.approx(6 / 7 / 6)

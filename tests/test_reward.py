@@ -66,9 +66,8 @@ def test_every_kind_of_failure_is_counted_and_spares_the_others():
     assert rollouts[-2].fault == "not a number"
     assert all(r.reward is None for r in rollouts[1:-1])
     group = Group(0, TASK, rollouts)
-    assert reward_faults([group]) == {
-        "KeyError": 1, "Odd": 1, "SystemExit": 1, "TimeoutError": 1, "died": 1, "not a number": 3, "not finite": 2, "timeout": 1,
-    }  # fmt: skip
+    kinds = {"KeyError": 1, "Odd": 1, "SystemExit": 1, "TimeoutError": 1, "died": 1, "not a number": 3, "not finite": 2, "timeout": 1}
+    assert reward_faults([group]) == {("unnamed", kind): count for kind, count in kinds.items()}
     assert first_faults([group])["not finite"] == f"task t: {FAULTS['nan'][1]}"
 
 
@@ -113,5 +112,47 @@ def test_workers_take_no_notice_of_what_is_meant_for_the_run(at_work):
             scorer.submit(r, TASK)
         assert scorer.finish() == 0
         assert [r.reward for r in rollouts] == [0, 1, 2, 3]
+    finally:
+        scorer.close()
+
+
+@pytest.mark.parametrize("when", ["before", "between", "never"])
+def test_workers_killed_while_they_have_nothing_to_do_are_replaced(when):
+    """As the system does where memory runs out: no reward is lost, before the first one, while some are asked for, between two steps."""
+    scorer = Scorer({"_target_": "tests.rewards.length"}, workers=2, timeout=5.0)
+    try:
+        scorer.check()
+        rollouts = [rollout("a" * n, n) for n in range(4)]
+        for i, r in enumerate(rollouts):
+            if i == {"before": 0, "between": 2, "never": 4}[when]:
+                kill_workers()
+            scorer.submit(r, TASK)
+        assert scorer.finish() == 0
+        kill_workers()
+        more = rollout("aaaa")
+        scorer.submit(more, TASK)
+        assert scorer.finish() == 0
+        assert [r.reward for r in [*rollouts, more]] == [0, 1, 2, 3, 4]
+    finally:
+        scorer.close()
+
+
+def kill_workers():
+    time.sleep(0.3)  # until they have nothing to do
+    for worker in psutil.Process().children():
+        if "spawn_main" in " ".join(worker.cmdline()):
+            worker.kill()  # and no wait: the pool must learn itself that it is gone
+    time.sleep(0.3)
+
+
+def test_workers_killed_again_and_again_end_it():
+    scorer = Scorer({"_target_": "tests.rewards.length"}, workers=1, timeout=5.0)
+    try:
+        scorer.check()
+        scorer.submit(rollout("a"), TASK)
+        for _ in range(3):
+            scorer._renew()
+        with pytest.raises(RewardError, match="killed 4 times in one step while they had nothing to do"):
+            scorer._renew()
     finally:
         scorer.close()

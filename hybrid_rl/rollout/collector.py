@@ -14,7 +14,7 @@ from hybrid_rl.data.sampler import Sampler
 from hybrid_rl.engine.base import Engine, EngineDied, Sampling
 from hybrid_rl.ranks import Ranks
 from hybrid_rl.rollout.reward import RewardError, Scorer
-from hybrid_rl.rollout.sample import first_faults, make_group, reward_faults, sample_groups
+from hybrid_rl.rollout.sample import fault_metrics, first_faults, make_group, reward_faults, sample_groups
 from hybrid_rl.types import Group, Rollout, Task
 
 
@@ -27,7 +27,7 @@ class Batch:
     missing_groups: int = 0  # what is left to the full number after the last round of replacements
     silent_groups: int = 0
     reward_errors: int = 0
-    reward_faults: Counter[str] = field(default_factory=Counter)  # the same by kind
+    reward_faults: Counter[tuple[str, str]] = field(default_factory=Counter)  # the same by (source of the task, kind)
     examples: dict[str, str] = field(default_factory=dict)  # of each kind the first: task and error
     replacement_rounds: int = 0
     greedy: dict[int, float] = field(default_factory=dict)  # by group id, what the most likely completion was paid; where it was asked for
@@ -95,7 +95,7 @@ class Collector:
         if all(rollout.error for rollout in rollouts):
             raise RewardError(f"all {len(rollouts)} rewards of a step failed; the last: {rollouts[-1].error}")
         if batch.reward_errors > most * asked:
-            kinds = ", ".join(f"{kind} {count}" for kind, count in batch.reward_faults.most_common())
+            kinds = ", ".join(f"{kind} {count}" for kind, count in fault_metrics(batch.reward_faults)["reward_faults"].items())
             first = next(iter(batch.examples.values()))
             raise RewardError(
                 f"{batch.reward_errors} of {asked} rewards of a step failed ({kinds}), more than rollout.max_reward_failures={most:g} "

@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 import multiprocessing
 import signal
+import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -24,6 +26,7 @@ from hybrid_rl.types import Rollout, Task
 CONSTS.term_timeout = 0.2  # seconds before pebble kills a worker, which takes no notice of SIGTERM
 # kinds of faults beside a raised exception's name
 TIMEOUT, DIED, NOT_FINITE, NOT_A_NUMBER = "timeout", "died", "not finite", "not a number"
+POOLS = 3  # new ones that a step may need before the machine is called broken
 
 
 class RewardError(RuntimeError):
@@ -38,15 +41,21 @@ class RewardFault:
     text: str
 
 
+@dataclass(slots=True)
+class _Asked:
+    rollout: Rollout
+    task: Task
+    future: ProcessFuture
+
+
 class Scorer:
     """`workers` processes that each loaded the reward once. One reward may take `timeout` seconds, then its worker is replaced."""
 
     def __init__(self, reward: Mapping[str, Any], workers: int, timeout: float, start_timeout: float = 60.0):
-        self.timeout, self.start_timeout = timeout, start_timeout
-        self._pending: list[tuple[Rollout, ProcessFuture]] = []
-        self._pool = ProcessPool(
-            max_workers=workers, initializer=_load, initargs=(dict(reward),), context=multiprocessing.get_context("spawn")
-        )
+        self.reward, self.workers, self.timeout, self.start_timeout = dict(reward), workers, timeout, start_timeout
+        self._pending: list[_Asked] = []
+        self._renewals = 0
+        self._pool = self._new_pool()
         self._ready = self._pool.schedule(_loaded)  # starts the workers now, while the model still loads
 
     def check(self) -> None:
@@ -57,31 +66,66 @@ class Scorer:
             raise RewardError(f"the reward cannot be loaded: {_describe(error)}") from error
 
     def submit(self, rollout: Rollout, task: Task) -> None:
-        self._pending.append((rollout, self._pool.schedule(_score, args=(rollout.completion, task), timeout=self.timeout)))
+        self._pending.append(_Asked(rollout, task, self._schedule(rollout, task)))
 
     def finish(self) -> int:
         """Wait for everything submitted, and record each reward, or its error, on its rollout; returns the number of errors."""
         errors, left = 0, len(self._pending)
-        for rollout, future in self._pending:
-            result = self._result(future, left)
+        for asked in self._pending:
+            result = self._result(asked, left)
             if isinstance(result, RewardFault):
-                rollout.error, rollout.fault = result.text, result.kind
+                asked.rollout.error, asked.rollout.fault = result.text, result.kind
                 errors += 1
             else:
-                rollout.score(*result)
+                asked.rollout.score(*result)
             watch.progress()
         self._pending.clear()
+        self._renewals = 0
         return errors
 
-    def _result(self, future: ProcessFuture, left: int) -> tuple[float, dict[str, float]] | RewardFault:
+    def _result(self, asked: _Asked, left: int) -> tuple[float, dict[str, float]] | RewardFault:
         """What the worker gave; what the pool itself reports, since the worker can not, becomes a fault too."""
+        limit = time.monotonic() + (self.timeout + self.start_timeout) * (1 + left)
+        while True:
+            if wait([asked.future], timeout=1.0).done:
+                error = asked.future.exception()
+                if error is None:
+                    return asked.future.result()
+                if isinstance(error, ProcessExpired):
+                    return RewardFault(DIED, f"its process died (exit code {error.exitcode})")
+                if isinstance(error, TimeoutError):
+                    break
+                if not isinstance(error, BrokenProcessPool):
+                    raise error
+                self._renew()
+            elif not self._pool.active:
+                self._renew()
+            elif time.monotonic() > limit:
+                break
+        return RewardFault(TIMEOUT, f"timed out after {self.timeout:g} s")
+
+    def _new_pool(self) -> ProcessPool:
+        context = multiprocessing.get_context("spawn")
+        return ProcessPool(max_workers=self.workers, initializer=_load, initargs=(self.reward,), context=context)
+
+    def _schedule(self, rollout: Rollout, task: Task) -> ProcessFuture:
+        arguments = (rollout.completion, task)
         try:
-            result: tuple[float, dict[str, float]] | RewardFault = future.result(timeout=(self.timeout + self.start_timeout) * (1 + left))
-        except (FutureTimeout, TimeoutError):
-            return RewardFault(TIMEOUT, f"timed out after {self.timeout:g} s")
-        except ProcessExpired as error:
-            return RewardFault(DIED, f"its process died (exit code {error.exitcode})")
-        return result
+            return self._pool.schedule(_score, args=arguments, timeout=self.timeout)
+        except RuntimeError:  # the pool is broken
+            self._renew()
+            return self._pool.schedule(_score, args=arguments, timeout=self.timeout)
+
+    def _renew(self) -> None:
+        """A pool breaks where the system kills a worker that has nothing to do. A new one is asked for all that is still owed."""
+        self._renewals += 1
+        if self._renewals > POOLS:
+            raise RewardError(f"processes of the reward were killed {self._renewals} times in one step while they had nothing to do")
+        self.close()
+        self._pool = self._new_pool()
+        for asked in self._pending:
+            if not asked.future.done() or isinstance(asked.future.exception(), BrokenProcessPool):
+                asked.future = self._schedule(asked.rollout, asked.task)
 
     def close(self) -> None:
         self._pool.stop()

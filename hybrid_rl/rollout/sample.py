@@ -70,9 +70,19 @@ def sample_groups(
     return sum(rollout.error is not None for group in groups for rollout in group.rollouts)
 
 
-def reward_faults(groups: Iterable[Group]) -> dict[str, int]:
-    """How many rewards failed, by kind of fault."""
-    return dict(sorted(Counter(r.fault or "unknown" for group in groups for r in group.rollouts if r.error is not None).items()))
+def reward_faults(groups: Iterable[Group]) -> Counter[tuple[str, str]]:
+    """How many rewards failed, by (source of the task, kind of fault)."""
+    failed = ((group, r) for group in groups for r in group.rollouts if r.error is not None)
+    return Counter((group.task.source or "unnamed", r.fault or "unknown") for group, r in failed)
+
+
+def fault_metrics(faults: Counter[tuple[str, str]]) -> dict[str, dict[str, int]]:
+    """`reward_faults`: counts by kind, `source_faults`: the same ones by the task's source; each in the order of its names."""
+    kinds, sources = Counter[str](), Counter[str]()
+    for (source, kind), count in faults.items():
+        kinds[kind] += count
+        sources[source] += count
+    return {"reward_faults": dict(sorted(kinds.items())), "source_faults": dict(sorted(sources.items()))}
 
 
 def first_faults(groups: Iterable[Group]) -> dict[str, str]:
