@@ -83,6 +83,8 @@ def _check_names(overrides: Sequence[Override], folders: Sequence[Path]) -> None
 
 
 PARTS = ("algo.advantage", "algo.loss", "algo.aggregation")
+# what a function that a recipe names is called with, before what its own settings add
+CALLED_WITH = {"data": (), "reward": ("completion", "task"), "algo.loss": ("tokens",), "algo.aggregation": ("kept", "rollout", "max_tokens")}
 OPEN = ("data", "reward", *PARTS, "algo.correction", "engine.arguments")  # their keys are the arguments of functions
 
 
@@ -231,7 +233,7 @@ def _problems(c: DictConfig) -> Iterator[tuple[str, str]]:
         elif not any(folder.glob("*.safetensors")):
             yield "model.path", "has no *.safetensors file; weights are read in that format only"
     for key in ("data", "reward", *PARTS, *(f"algo.correction.{name}" for name in c.algo.correction)):
-        if problem := _target_problem(OmegaConf.to_container(OmegaConf.select(c, key))):
+        if problem := _target_problem(OmegaConf.to_container(OmegaConf.select(c, key)), CALLED_WITH.get(key, ("batch",))):
             yield problem[0] and f"{key}.{problem[0]}", problem[1]
 
 
@@ -317,7 +319,7 @@ POSITIVE = (
 )  # fmt: skip
 
 
-def _target_problem(node: Any) -> tuple[str, str] | None:
+def _target_problem(node: Any, called_with: tuple[str, ...]) -> tuple[str, str] | None:
     """Check a `_target_` and its arguments against the function's source, without importing it (it may import torch)."""
     if not node or "_target_" not in node:
         return "_target_", "names no function; the recipe must set it"
@@ -332,12 +334,21 @@ def _target_problem(node: Any) -> tuple[str, str] | None:
         return "_target_", f"{module} defines no {name!r}; {_nearest(name, public)}"
     if isinstance(found, ast.ClassDef):
         found = next((n for n in found.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
-    if found is None or found.args.kwarg:
+    if found is None or found.decorator_list:  # a decorator may change what it takes
         return None
-    accepted = [a.arg for a in (*found.args.posonlyargs, *found.args.args, *found.args.kwonlyargs) if a.arg != "self"]
+    positional = [a.arg for a in (*found.args.posonlyargs, *found.args.args) if a.arg != "self"]
+    named = [a.arg for a in found.args.kwonlyargs]
+    accepted = positional + named
     for argument in node:
-        if argument not in accepted and not argument.startswith("_"):
+        if argument not in accepted and not argument.startswith("_") and not found.args.kwarg:
             return argument, f"{module}.{name} takes no such argument; {_nearest(argument, accepted)}"
+    if len(positional) < len(called_with) and not found.args.vararg:
+        return "_target_", f"{module}.{name} is called with ({', '.join(called_with)}) and takes {len(positional)} arguments"
+    optional = positional[len(positional) - len(found.args.defaults) :]
+    optional += [name for name, default in zip(named, found.args.kw_defaults, strict=True) if default]
+    for argument in positional[len(called_with) :] + named:
+        if argument not in optional and argument not in node:
+            return argument, f"is missing, and {module}.{name} needs it"
     return None
 
 

@@ -15,6 +15,14 @@ def parts(completion: str, task: Task) -> dict[str, float]:
     return {"format": 0.25, "truth": 0.5}
 
 
+def of_no_task(completion: str) -> float:
+    return float(len(completion))
+
+
+def with_a_limit(completion: str, task: Task, *, limit: int, scale: float = 1.0) -> float:
+    return scale * min(limit, len(completion))
+
+
 class Odd(Exception):
     """Cannot be unpickled: its arguments are not those of its base."""
 

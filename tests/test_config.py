@@ -57,6 +57,8 @@ BAD = [
     ([REVERSE, "+data.colour=red"], "takes no such argument"),
     ([REVERSE, "reward._target_=hybrid_rl.recipes.reverse.similar"], "defines no 'similar'; there are: load_tasks, similarity"),
     ([REVERSE, "reward._target_=no.such.module.f"], "there is no module 'no.such.module' on the Python path"),
+    ([REVERSE, "reward._target_=tests.rewards.of_no_task"], "tests.rewards.of_no_task is called with (completion, task) and takes 1 arguments"),
+    ([REVERSE, "reward._target_=tests.rewards.with_a_limit"], "reward.limit=None (default): is missing, and tests.rewards.with_a_limit needs it"),
     ([REVERSE, "algo.loss.clip_lo=0.1"], "there are: _target_, clip_low, clip_high"),
     ([REVERSE, "algo=gpro"], "algo=gpro (command line): there is no such choice; did you mean grpo?"),
     ([REVERSE, "algo/loss=gsp"], "algo/loss=gsp (command line): there is no such choice; did you mean gspo?"),
@@ -171,7 +173,9 @@ def test_the_resolved_configuration_is_shown(tmp_path):
 
 def test_a_folder_of_ones_own_recipes(tmp_path):
     (tmp_path / "recipe").mkdir()
-    text = "# @package _global_\nname: mine\ndata: {_target_: hybrid_rl.recipes.reverse.load_tasks}\nrl: {steps: 7}\n"
+    text = (
+        "# @package _global_\nname: mine\ndata: {_target_: hybrid_rl.data.files.load_tasks, rl: a.jsonl, eval: b.jsonl}\nrl: {steps: 7}\n"
+    )
     (tmp_path / "recipe" / "mine.yaml").write_text(text + "reward: {_target_: hybrid_rl.recipes.reverse.similarity}\n")
     assert load(["+recipe=mine"], tmp_path).rl.steps == 7
     with pytest.raises(ConfigError, match="there are: mine, reverse"):

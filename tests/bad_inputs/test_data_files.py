@@ -242,5 +242,7 @@ def test_a_recipe_without_python_for_its_data(tmp_path, monkeypatch, capsys):
     ]
     with pytest.raises(ConfigError, match=r"hybrid_rl\.data\.files\.load_tasks takes no such argument; did you mean prompt\?"):
         load([*overrides, "+data.promt=q"], tmp_path / "conf")
+    with pytest.raises(ConfigError, match=r"data\.eval=None \(command line\): is missing, and hybrid_rl\.data\.files\.load_tasks needs it"):
+        load([*overrides, "~data.eval"], tmp_path / "conf")
     assert stages.run(OmegaConf.to_object(load(overrides, tmp_path / "conf")), tmp_path / "run") == 0
     assert "0 SFT, 2 RL, 1 held out; prompts of " in capsys.readouterr().out
