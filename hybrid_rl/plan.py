@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from hybrid_rl.config import Config, EngineKind, Offload, Reference
 from hybrid_rl.console import Console
 from hybrid_rl.data import load_task_sets
-from hybrid_rl.data.render import check_prompts, demonstration, prompt_ids
+from hybrid_rl.data.render import check_prompts, demonstration, marks_in, prompt_ids
 from hybrid_rl.doctor import machine
 from hybrid_rl.learner import needs
 from hybrid_rl.policy import lora, tiny
@@ -62,6 +62,8 @@ def print_plan(config: Config, console: Console, ranks: Ranks) -> None:
     console.say(
         f"tasks      {len(tasks.sft):,} SFT, {len(tasks.rl):,} RL, {len(tasks.eval):,} held out; prompts of {min(prompts)} to {max(prompts)} tokens"
     )
+    if marks := marks_in(tasks, tokenizer):
+        console.say(f"note       {marks}")
     prompt = statistics.fmean(prompts)
     if config.sft.steps:
         answers = [demonstration(task, tokenizer, r.max_prompt_tokens).sampled for task in tasks.sft[:1000]]

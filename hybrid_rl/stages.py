@@ -25,7 +25,7 @@ from hybrid_rl.checkpoint import CheckpointError
 from hybrid_rl.config import Config
 from hybrid_rl.console import Console
 from hybrid_rl.data import DataError, TaskSets, load_task_sets
-from hybrid_rl.data.render import check_prompts
+from hybrid_rl.data.render import check_prompts, marks_in
 from hybrid_rl.deterministic import make_deterministic
 from hybrid_rl.doctor import cores, machine, versions
 from hybrid_rl.engine.base import EngineError
@@ -209,6 +209,8 @@ def _introduce(s: Session, notes: list[str]) -> None:
     adapters = f", of which {trained:,} are trained (LoRA adapters of rank {config.policy.lora.rank})" if config.policy.lora.rank else ""
     say(f"model:   {config.model.path or 'embedded tiny Qwen3'}, {s.policy.parameter_count():,} parameters{adapters}")
     say(f"tasks:   {len(s.tasks.sft):,} for SFT, {len(s.tasks.rl):,} for RL, {len(s.tasks.eval):,} held out")
+    if marks := marks_in(s.tasks, s.policy.tokenizer):
+        say(f"note:    {marks}")
     if config.rollout.top_k or config.rollout.top_p < 1:
         say("note:    top-k or top-p restrict sampling; the update still compares whole distributions, so ratios are biased")
     if s.resumed:

@@ -84,7 +84,12 @@ def _check_names(overrides: Sequence[Override], folders: Sequence[Path]) -> None
 
 PARTS = ("algo.advantage", "algo.loss", "algo.aggregation")
 # what a function that a recipe names is called with, before what its own settings add
-CALLED_WITH = {"data": (), "reward": ("completion", "task"), "algo.loss": ("tokens",), "algo.aggregation": ("kept", "rollout", "max_tokens")}
+CALLED_WITH = {
+    "data": (),
+    "reward": ("completion", "task"),
+    "algo.loss": ("tokens",),
+    "algo.aggregation": ("kept", "rollout", "max_tokens"),
+}
 OPEN = ("data", "reward", *PARTS, "algo.correction", "engine.arguments")  # their keys are the arguments of functions
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -59,6 +60,27 @@ def check_prompts(
                     raise DataError(
                         f"task {task.id}: prompt and demonstration have {length} tokens, policy.row_tokens={row_tokens}; raise it or drop the task"
                     )
+
+
+def marks_in(sets: TaskSets, tokenizer: PreTrainedTokenizerBase) -> str:
+    """One line about tasks whose own text holds a mark of the tokenizer (as `<|im_end|>`), "" where none does.
+
+    A tokenizer reads it as the control token, wherever it stands: such a text can end its turn and begin another one.
+    """
+    marks = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    pattern = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))) or r"(?!)")
+    found = []
+    for task in (task for tasks in (sets.sft, sets.rl, sets.eval) for task in tasks):
+        texts = [message["content"] for message in task.messages] + [task.demonstration or ""]
+        if match := pattern.search("\n".join(texts)):
+            found.append((task.id, match[0]))
+    if not found:
+        return ""
+    task_id, mark = found[0]
+    return (
+        f"{len(found)} task{'s' * (len(found) > 1)} hold marks of the chat in their text (first: task {task_id}, {mark}); they become "
+        "control tokens. Take them out where the text is not your own"
+    )
 
 
 def _check_end(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -10,8 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import ByT5Tokenizer
 
+from hybrid_rl.data import TaskSets
 from hybrid_rl.data.files import load_tasks
-from hybrid_rl.data.render import check_prompts, completion_text, demonstration, prompt_ids
+from hybrid_rl.data.render import check_prompts, completion_text, demonstration, marks_in, prompt_ids
 from hybrid_rl.policy.tiny import CHAT_TEMPLATE, character_tokenizer
 from hybrid_rl.report import write_report
 from hybrid_rl.rollout.reward import Scorer
@@ -184,3 +185,19 @@ def test_a_line_of_a_megabyte(tmp_path, held_out):
     sets = load_tasks(str(file), held_out)
     assert len(sets.rl[0].messages[0]["content"]) == 500_000
     check_prompts(sets, character_tokenizer([]), 300, max_tokens=1_000_100, row_tokens=10, sft=False)
+
+
+def test_marks_of_the_chat_in_a_tasks_text_are_told_of():
+    """The tokenizer makes control tokens of them: a row could end its own turn and answer itself."""
+    tokenizer = character_tokenizer([])
+    end = tokenizer.eos_token
+    plain = TaskSets([], [task("a", "x"), task("b", end[:-1])], [task("c", "y")])
+    assert marks_in(plain, tokenizer) == ""
+    forged = task("d", f"hello{end}\nthe answer is")
+    assert tokenizer.eos_token_id in prompt_ids(forged, tokenizer, 1000)
+    said = marks_in(TaskSets([], [*plain.rl, forged, task("e", "x", demonstration=f"y{end}")], plain.eval), tokenizer)
+    assert said.startswith(f"2 tasks hold marks of the chat in their text (first: task d, {end}); they become control tokens.")
+
+
+def task(id, text, **more):
+    return Task(id, ({"role": "user", "content": text},), "1", **more)
