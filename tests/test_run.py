@@ -22,7 +22,12 @@ SMALL = [
     "+recipe=reverse", "sft.steps=20", "sft.checkpoint_every=8", "rl.steps=6", "rl.checkpoint_every=2", "rl.eval_every=4",
     "eval.max_tasks=8", "rollout.batch_size=16", "rollout.group_size=4", "rollout.max_tokens=24", "model.tiny.hidden_size=64", "algo.minibatches=2",
 ]  # fmt: skip
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+PROJECT = str(Path(__file__).parents[1])  # for the tests' own rewards and losses
+ENVIRONMENT = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": os.pathsep.join([PROJECT, *filter(None, [os.environ.get("PYTHONPATH")])]),
+}
 TIMES = {"seconds", "memory", "memory_gib", "tokens_per_second"}
 
 
