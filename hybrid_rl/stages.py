@@ -42,13 +42,14 @@ from hybrid_rl.ranks import Ranks
 from hybrid_rl.report import write_report
 from hybrid_rl.rl import train_rl
 from hybrid_rl.rollout.reward import RewardError, Scorer
+from hybrid_rl.room import RoomError, check_room, measure
 from hybrid_rl.session import ENGINES, GOES_ON, Session, make_engine
 from hybrid_rl.sft import train_sft
 from hybrid_rl.stop import Stopped
 
 # What ends a run with one line instead of a traceback: the line says what to do.
 EXPECTED = (
-    ModelError, DataError, RewardError, EngineError, HandoverError, CheckpointError, TrainingDiverged, FolderInUse, SafetensorError,
+    ModelError, DataError, RewardError, EngineError, HandoverError, CheckpointError, TrainingDiverged, FolderInUse, SafetensorError, RoomError,
 )  # fmt: skip
 DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 TINY_PARAMETERS = 10_000_000  # below this, more threads than one cost more than they give
@@ -65,7 +66,7 @@ def run(config: Config, folder: Path, ranks: Ranks | None = None) -> int:
         if not config.dry_run:
             _train(config, folder, console, ranks)
         elif ranks.main:
-            print_plan(config, console, ranks)
+            print_plan(config, folder, console, ranks)
     except EXPECTED as error:
         after_rank_0()  # an error of all ranks is said once
         Console().say(f"hybrid_rl: {error}")
@@ -163,6 +164,7 @@ def _build(
     if not config.model.path and resumed is None:
         ranks.from_main(lambda: _make_tiny(model_folder, config))
     ranks.from_main(lambda: _check_prompts(tasks, model_folder, config))
+    ranks.from_main(lambda: check_room(config, measure(config, model_folder), device, ranks, folder))
     scorer.check()
     torch.manual_seed(config.seed)  # adapters begin at random
     policy = Policy.load(model_folder, device, config.policy, ranks)

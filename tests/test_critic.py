@@ -29,7 +29,6 @@ from hybrid_rl.config import (
     Precision,
     TinyConfig,
 )
-from hybrid_rl.plan import memory_by_phase, models_beside
 from hybrid_rl.policy import tiny
 from hybrid_rl.policy.critic import Critic, ValueModel, value_loss
 from hybrid_rl.policy.layout import sampled_tokens
@@ -38,6 +37,7 @@ from hybrid_rl.policy.optimizer import Optimizer
 from hybrid_rl.policy.sharding import local
 from hybrid_rl.ranks import Ranks
 from hybrid_rl.roles import make_critic
+from hybrid_rl.room import Sizes, memory_by_phase, models_beside
 from hybrid_rl.session import Session
 from hybrid_rl.types import Rollout
 from tests.ranks import on_ranks
@@ -392,9 +392,10 @@ def test_the_plan_counts_it(tiny_folder):
         (Ranks(0, 2, 0, 2), Offload.all, 0),
     ):  # fmt: skip
         config = Config(algo=algo, policy=PolicyConfig(offload=offload))
-        memory = memory_by_phase(config, shape, parameters, 0, CPU, ranks, beside)
+        sizes = Sizes(shape, parameters, 0, beside)
+        memory = memory_by_phase(config, sizes, CPU, ranks)
         assert memory["sampling"]["critic"] == pytest.approx(idle * unit)
         assert memory["training"]["critic"] == pytest.approx(3 * unit / ranks.world)
         assert memory["training"]["gradients"] == pytest.approx(unit / ranks.world)  # adapters only, say, beside it
-        gpu = memory_by_phase(config, shape, parameters, 0, torch.device("cuda"), ranks, beside)
+        gpu = memory_by_phase(config, sizes, torch.device("cuda"), ranks)
         assert gpu["sampling"]["critic"] == 0
