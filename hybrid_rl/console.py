@@ -72,8 +72,8 @@ def step_line(m: dict[str, Any], steps: int) -> str:
 def _kinds(m: dict[str, Any]) -> str:
     """Faults by kind and, where tasks name their sources, by these."""
     sources = m.get("source_faults", {})
-    counts = [m.get("reward_faults", {}), {} if list(sources) == ["unnamed"] else sources]
-    lists = [", ".join(f"{name} {count}" for name, count in c.items()) for c in counts if c]
+    counts = {"": m.get("reward_faults", {}), "from ": {} if list(sources) == ["unnamed"] else sources}
+    lists = [word + ", ".join(f"{name} {count}" for name, count in c.items()) for word, c in counts.items() if c]
     return f" ({'; '.join(lists)})" if lists else ""
 
 

@@ -93,7 +93,7 @@ def test_reward_and_its_faults_by_source(policy: Policy, tmp_path: Path, shown: 
     e = Evaluation(policy, tmp_path, "raises_for_odd", sources=("even", "odd"))
     assert e.values["sources"] == {"even": pytest.approx(2 * e.returned), "odd": 0.0}
     assert e.values["source_faults"] == {"odd": 3}
-    assert shown().endswith("! 3 rewards failed (ValueError 3; odd 3)")
+    assert shown().endswith("! 3 rewards failed (ValueError 3; from odd 3)")
 
 
 def group(rewards: list[float]) -> Group:
