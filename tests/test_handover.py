@@ -1,6 +1,8 @@
 """Weights from the policy to an engine that shares them, and to one that has its own."""
 
 import ctypes
+import subprocess
+import sys
 import time
 from functools import partial
 from itertools import accumulate
@@ -17,6 +19,7 @@ from hybrid_rl.attention import ATTENTION_NAME
 from hybrid_rl.config import OptimizerConfig, PolicyConfig, TinyConfig
 from hybrid_rl.engine.base import EngineError, Request, Sampling
 from hybrid_rl.engine.local import LocalEngine
+from hybrid_rl.engine.sglang import given_back
 from hybrid_rl.handover import HandoverError, hand_over, take_back
 from hybrid_rl.memory import Parked, Phases
 from hybrid_rl.policy import tiny
@@ -334,3 +337,34 @@ def test_parked_tensors_give_their_memory_back_and_return_bit_equal():
     assert base.untyped_storage().size() == other.untyped_storage().size() == 0
     parked.bring_back()
     assert all(torch.equal(t, e) for t, e in zip((base, view, other), expected, strict=True))
+
+
+HOLDS = 64 * 2**20
+HOLDER = f"import mmap, time\nheld = mmap.mmap(-1, {HOLDS})\nheld.write(b'1' * {HOLDS})\nprint(flush=True)\ninput()\ntime.sleep(0.3)\nheld.close()\ninput()"
+
+
+@pytest.fixture
+def holder():
+    """A process with 64 MiB, which it gives back a third of a second after it is told to."""
+    process = subprocess.Popen([sys.executable, "-c", HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process.stdout.readline()
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_memory_that_comes_late_is_waited_for(holder):
+    used = lambda: psutil.Process(holder.pid).memory_info().rss  # noqa: E731
+    before = used()
+    holder.stdin.write("\n")
+    holder.stdin.flush()
+    assert before - used() < HOLDS / 2, "it is not free yet"
+    assert given_back(used, before, HOLDS, 10.0) == pytest.approx(HOLDS, rel=0.1)
+
+
+def test_memory_that_never_comes_is_an_error_with_its_bytes(holder):
+    used = lambda: psutil.Process(holder.pid).memory_info().rss  # noqa: E731
+    start = time.monotonic()
+    with pytest.raises(EngineError, match=r"given back 0\.06 GiB, and 0\.00 GiB have come free within engine\.timeout=0\.5 s"):
+        given_back(used, used(), HOLDS, 0.5)
+    assert 0.5 <= time.monotonic() - start < 5

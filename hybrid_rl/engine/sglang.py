@@ -38,6 +38,7 @@ from hybrid_rl.ranks import Ranks
 
 FRESH = "the engine is new; hand its weights over with update_weights() first"
 SLEPT = "the weights were given back; hand them over with update_weights() first"
+NEARLY = 0.9  # of the bytes by arithmetic: allocators round
 UNFINISHED = "the last weight update did not finish; hand the weights over again"
 
 
@@ -253,13 +254,21 @@ class SGLangEngine:
         self._asleep |= wanted
         if WEIGHTS in wanted:
             self._broken = EngineError(SLEPT)
-        return max(0, before - self._used())
+        return given_back(self._used, before, self._owed(wanted), self._limits[1])
 
     def wake(self, tags: Iterable[str] = (KV_CACHE,)) -> None:
         wanted = known_tags(tags) & self._asleep
         for tag in sorted(wanted, reverse=True):  # the weights first
             self._call("resume", [tag])
             self._asleep.discard(tag)
+
+    def _owed(self, tags: set[str]) -> int:
+        """Bytes that must come free on this rank's GPU. On the CPU pages that were never written take none, so nothing can be asked for;
+        nor of types of SGLang's own choosing."""
+        if self._device.type == "cpu" or self._arguments.keys() & {"kv_cache_dtype", "quantization"}:
+            return 0
+        whole = {KV_CACHE: self.stats.peak_kv_bytes, WEIGHTS: self._checkpoint.weight_bytes(self.dtype)}
+        return sum(whole[tag] for tag in tags) // self.team.world
 
     def _used(self) -> int:
         """Bytes of this rank's device in use; on the CPU those of SGLang's processes."""
@@ -361,3 +370,19 @@ class SGLangEngine:
         self._run = _Run([], self._run.number)
         self._broken = error
         return error
+
+
+def given_back(used: Callable[[], int], before: int, owed: int, limit: float) -> int:
+    """Wait until `used()` is less than `before` by nearly `owed` bytes, and return by how many. SGLang may answer before memory is free.
+
+    Raises EngineError after `limit` s: the trainer would run out of memory, far from the cause.
+    """
+    deadline = time.monotonic() + limit
+    while (freed := before - used()) < NEARLY * owed:
+        if time.monotonic() > deadline:
+            raise EngineError(
+                f"SGLang said that it had given back {owed / 2**30:.2f} GiB, and {max(freed, 0) / 2**30:.2f} GiB have come free within "
+                f"engine.timeout={limit:g} s"
+            )
+        time.sleep(0.005)
+    return max(freed, 0)

@@ -63,6 +63,9 @@ class Checkpoint:
     def kv_bytes(self, tokens: int, dtype: torch.dtype) -> int:
         return 2 * self.layers * self.kv_heads * self.head_dim * tokens * dtype.itemsize
 
+    def weight_bytes(self, dtype: torch.dtype) -> int:
+        return sum(map(math.prod, self.shapes.values())) * dtype.itemsize
+
     # ---- there -----------------------------------------------------------------------------------------------------------
 
     def own_name(self, name: str, tensor: Tensor) -> str:
