@@ -40,6 +40,7 @@ def ours(folder: Path, model: Path, lr: float, steps: int) -> dict[str, Any]:
     run_recipe(
         folder, f"model.path={model}", "sft.steps=0", f"rl.steps={steps}", f"rl.optimizer.lr={lr}", "rl.optimizer.schedule=constant",
         "rl.optimizer.warmup_steps=0", "algo.minibatches=1", f"rl.checkpoint_every={steps}", "eval.max_tasks=1", "rollout.max_replacements=0", "threads=1",
+        "device=cpu", "ranks=1",
     )  # fmt: skip
     measured = read_metrics(folder, "rl")[WARMUP:]
     return {
@@ -101,7 +102,7 @@ def main() -> None:
     rows, pairs = [], []
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)
-        warm = run_recipe(root / "warm", "rl.steps=0", "seed=0", "threads=1")
+        warm = run_recipe(root / "warm", "rl.steps=0", "seed=0", "threads=1", "device=cpu", "ranks=1")
         lr = 1e-4  # small, so that both sides go on sampling completions of about the same length
         for pair in range(arguments.pairs):
             mine = ours(root / f"ours_{pair}", warm / "final", lr, arguments.steps)

@@ -16,11 +16,12 @@ class Console:
     """Plain lines on standard output; a progress bar only in a terminal, where it leaves nothing behind. A quiet one says nothing."""
 
     def __init__(self, quiet: bool = False) -> None:
-        self._rich = RichConsole(highlight=False, soft_wrap=True, quiet=quiet)
+        self._rich = RichConsole(highlight=False, soft_wrap=True, quiet=quiet, emoji=False)
         self._said: set[str] = set()
 
     def say(self, text: str = "") -> None:
-        self._rich.print(text, markup=False)
+        """What a model or a reward wrote may be among it: no control character of theirs reaches the terminal."""
+        self._rich.print("".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text), markup=False)
 
     def say_once(self, key: str, text: str) -> None:
         """The first text of each key."""

@@ -113,6 +113,8 @@ def _disk(folder: Path) -> Check:
 
 
 def _gpu() -> list[Check]:
+    if importlib.util.find_spec("torch") is None:
+        return []  # said by its own line
     import torch
 
     if not torch.cuda.is_available():

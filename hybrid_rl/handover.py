@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.engine.base import KV_CACHE, WEIGHTS, Engine, EngineDied
+from hybrid_rl.memory import release_cached
 from hybrid_rl.policy.model import Policy
 from hybrid_rl.policy.numbers import broken_weight
 from hybrid_rl.policy.optimizer import Optimizer
@@ -36,6 +37,7 @@ def hand_over(
         raise HandoverError(
             f"{name} of the policy's weights is infinite or NaN (version {version}); nothing sound can be sampled from them"
         )
+    release_cached(policy.device)
     policy.ranks.on_all(lambda: engine.wake([WEIGHTS]))
     shared, moved = engine.shares(policy.sampler), 0
     if shared:
@@ -48,6 +50,7 @@ def hand_over(
     policy.park()
     if optimizer is not None:
         optimizer.park()
+    release_cached(policy.device)
     policy.ranks.on_all(lambda: engine.wake([KV_CACHE]))
     return moved
 
@@ -69,11 +72,18 @@ def take_back(policy: Policy, engine: Engine, optimizer: Optimizer | None = None
 
 
 def _send(policy: Policy, engine: Engine, version: int, bucket_bytes: int) -> int:
-    moved, problem = 0, None
+    moved, problem, lost = 0, None, None
 
     def counted() -> Iterator[dict[str, Tensor]]:
-        nonlocal moved
-        for bucket in buckets:
+        nonlocal moved, lost
+        while True:
+            try:
+                bucket = next(buckets)
+            except StopIteration:
+                return
+            except Exception as error:  # out of memory, say: this rank cannot walk on, so the others must not be waited for
+                lost = error
+                raise
             moved += sum(tensor.nbytes for tensor in bucket.values())
             yield bucket
 
@@ -82,6 +92,8 @@ def _send(policy: Policy, engine: Engine, version: int, bucket_bytes: int) -> in
         engine.update_weights(counted(), version)
     except Exception as error:  # raised by agree(), after the others have got what they wait for
         problem = error
+    if lost is not None:
+        raise lost
     for _ in buckets:  # the other ranks walk the sequence to its end, so this one does
         pass
     policy.ranks.agree(problem)

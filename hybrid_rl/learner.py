@@ -100,6 +100,7 @@ class Learner:
         if advantages.shape == scored.outcomes.shape and advantages.shape != scored.rollout.shape:
             advantages = scored.to_tokens(advantages)
         corrections, kept, dropped = self._correct(scored)
+        advantages, targets, corrections, kept = self._as_on_main(advantages, targets, corrections, kept)
         columns |= {"advantage": advantages, "correction": corrections} | ({} if targets is None else {"target": targets})
         if not finite(columns.values()):
             self.optimizer.skip(self._locate(columns, batch.rollouts))
@@ -210,6 +211,14 @@ class Learner:
             numbers = {f"correction_{name}": value for name, value in quantiles(scored.old_logprobs - scored.behaviour_logprobs).items()}
             numbers["dropped"] = float(dropped.float().mean())
         return weights, kept, numbers
+
+    def _as_on_main(self, *columns: Any) -> Sequence[Any]:
+        """Rank 0's columns on every rank: a GPU's sums have no fixed order, and ranks that keep different rollouts would wait for ever."""
+        ranks, device = self.s.ranks, self.s.policy.device
+        if ranks.world == 1:
+            return columns
+        same = ranks.from_main(lambda: [None if c is None else c.cpu() for c in columns])
+        return [None if c is None else c.to(device) for c in same]
 
     def _keep(self, bad: BadBatch) -> None:
         """Name the fault of the step that was just skipped and keep its batch. Raises TrainingDiverged where there were too many in a row."""

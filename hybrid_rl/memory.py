@@ -19,6 +19,13 @@ def used_gib(device: torch.device) -> float:
     return used / 2**30
 
 
+def release_cached(device: torch.device) -> None:
+    """What torch has freed but keeps goes back to the GPU: an engine in another process could not have it otherwise."""
+    if device.type == "cuda":
+        torch.cuda.ipc_collect()
+        torch.cuda.empty_cache()
+
+
 class Phases:
     """`with phases("update"):` records `seconds["update"]` and `memory["update"]`, the GiB in use before and after."""
 
@@ -26,16 +33,20 @@ class Phases:
         self.device = device
         self.seconds: dict[str, float] = {}
         self.memory: dict[str, tuple[float, float]] = {}
+        self._peak = 0.0
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         before, start = used_gib(self.device), time.perf_counter()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
         try:
             with watch.phase(name):
                 yield
         finally:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
+                self._peak = max(self._peak, torch.cuda.max_memory_allocated(self.device) / 2**30)
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
             self.memory[name] = (before, used_gib(self.device))
 
@@ -45,7 +56,8 @@ class Phases:
 
     @property
     def peak_gib(self) -> float:
-        return max(gib for pair in self.memory.values() for gib in pair)
+        """The most that was held: within phases on a GPU, at their ends on the CPU."""
+        return max(self._peak, *(gib for pair in self.memory.values() for gib in pair))
 
 
 class Parked:

@@ -118,6 +118,7 @@ class Alarms:
     mismatch: float = 1e-2  # nats a token, for `steps` steps in a row; prime-rl's bound in its own tests
     mismatch_growth: float = 10.0  # times the median of the first steps, at once, where that is more than:
     mismatch_floor: float = 1e-3  # nats a token; bfloat16 engines of dense models stay below (1e-5 to 1e-3)
+    dropped: float = 0.9  # share of tokens that corrections drop
     truncated: float = 0.5  # share of completions
     repetition: float = 0.5  # share of 4-grams, mean over completions
     steps: int = 3  # in a row that a mismatch or a constant part must last
@@ -157,7 +158,13 @@ class Alarms:
         """(short name, line, empty where all is well) of each alarm that this step's values can be judged by."""
         if values.get("rollouts", 1) and values.get("entropy") != 0:  # a step without an update of the policy says 0 and means nothing
             yield from self._entropy(_measured(values, "entropy"))
+        if values.get("rollouts", 1) and (values.get("entropy") != 0 or values.get("mismatch_kl")):  # recomputed: known without an update
             yield from self._mismatch(_measured(values, "mismatch_kl"))
+        if (share := _measured(values, "dropped")) is not None:
+            line = (
+                f"algo.correction drops {share:.1%} of tokens, limit {self.dropped:.0%}: hardly anything is learned; look at the mismatch"
+            )
+            yield "dropped", line if share >= self.dropped else ""
         yield from self._reward(values)
         if (share := _measured(values, "truncated")) is not None:
             line = f"{share:.1%} of completions truncated, limit {self.truncated:.0%}: raise rollout.max_tokens, or see if they never end"

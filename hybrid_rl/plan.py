@@ -25,7 +25,7 @@ from hybrid_rl.session import ENGINES, choose_engine, choose_layout
 def print_plan(config: Config, folder: Path, console: Console, ranks: Ranks) -> None:
     """Raises the same errors a run in `folder` would for a bad model folder, data set or reward, and for too little memory or disk."""
     device, r = pick_device(config.device), config.rollout
-    wanted = r.batch_size // r.group_size
+    wanted = r.batch_size // r.group_size if config.rl.steps else 0
     tasks = load_task_sets(config.data, rl_tasks=wanted, sft_tasks=config.sft.batch_size if config.sft.steps else 0)
     with tempfile.TemporaryDirectory() as temporary:
         if not config.model.path:
@@ -37,7 +37,7 @@ def print_plan(config: Config, folder: Path, console: Console, ranks: Ranks) -> 
         max_tokens=r.max_prompt_tokens, row_tokens=config.policy.row_tokens, sft=bool(config.sft.steps),
     )  # fmt: skip
     prompts = [len(prompt_ids(task, tokenizer, r.max_prompt_tokens)) for task in [*tasks.rl, *tasks.eval]]
-    scorer = Scorer(config.reward, 1, r.reward_timeout)
+    scorer = Scorer(config.reward, 1, r.reward_timeout, r.reward_start_timeout)
     try:
         scorer.check()
     finally:

@@ -112,6 +112,8 @@ class Ranks:
         if self.world > 1:
             with watch.waiting():
                 dist.all_reduce(values, group=self.group)
+                if values.is_cuda:  # NCCL returns at once; whoever waits for the others should be known to wait
+                    torch.cuda.current_stream().synchronize()
         return values
 
     @contextmanager

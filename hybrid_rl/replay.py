@@ -55,6 +55,7 @@ class Kept:
         facts = json.loads((folder / "batch.json").read_text())
         schema = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(folder / "config.yaml"))
         config = cast(Config, OmegaConf.to_object(schema))
+        config.policy.shard = 0  # here is one process
         rows = read_rollouts(folder / "rollouts.parquet")
         columns = load_file(folder / "numbers.safetensors")  # in no order of meaning
         kind = ValueModel if facts["kind"] == "critic" else Policy

@@ -68,4 +68,5 @@ def train_rl(s: Session) -> None:
             s.console.say(f"  ! {line}")
         if stopping:
             s.stop(stopping, f"step {step} of {config.steps} of RL is done and saved")
+    learner.park()
     s.publish_checkpoint()

@@ -39,7 +39,10 @@ def measure(config: Config, folder: str | Path) -> Sizes:
     """Without memory for any parameter. Raises ModelError for a bad folder."""
     model = _empty("model.path", str(folder))
     parameters = sum(p.numel() for p in model.parameters())
-    lora.inject(model, config.policy.lora)
+    try:
+        lora.inject(model, config.policy.lora)
+    except ValueError as error:
+        raise ModelError(str(error)) from error
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return Sizes(model.config, parameters, trainable, models_beside(config, parameters))
 
@@ -51,12 +54,15 @@ def check_room(config: Config, sizes: Sizes, device: torch.device, ranks: Ranks,
         phase: {name: gib for name, gib in items.items() if name not in GUESSED and gib}
         for phase, items in memory_by_phase(config, sizes, device, ranks).items()
     }
+    if not config.sft.steps and not config.rl.steps:  # evaluations alone
+        certain = {"sampling": {name: gib for name, gib in certain["sampling"].items() if name != "Adam moments"}}
     phase, items = max(certain.items(), key=lambda found: sum(found[1].values()))
     if sum(items.values()) > free / 2**30:
         what = ", ".join(f"{name} {gib:.1f}" for name, gib in items.items())
+        offload = ", or policy.offload=optimizer" if phase == "sampling" else ""
         raise RoomError(
             f"{phase} takes at least {sum(items.values()):.1f} GiB a rank ({what}), and {free / 2**30:.1f} GiB are free; "
-            "a smaller model, more ranks, policy.lora.rank=16, or policy.offload=optimizer (docs/memory.md)"
+            f"a smaller model, more ranks, policy.lora.rank=16{offload} (docs/memory.md)"
         )
     there = next(f for f in (folder, *folder.absolute().parents) if f.is_dir())
     old = sum(f.stat().st_size for f in folder.glob("checkpoints/**/*") if f.is_file())
@@ -80,10 +86,14 @@ def free_memory() -> int:
 def disk_bytes(config: Config, sizes: Sizes) -> int:
     """Of the most checkpoints that lie there at a time, float32 with moments, the frozen reference and the exported models; without rollouts."""
     rl, sft, trained = config.rl, config.sft, sizes.trainable + sizes.beside.get("critic", 0)
-    saves = 1 + math.ceil(rl.steps / rl.checkpoint_every) + (math.ceil(sft.steps / sft.checkpoint_every) if sft.checkpoint_every else 0)
-    kept = min(saves, rl.keep_checkpoints + rl.keep_best + 1)  # an old one goes when the next is complete
-    whole = sizes.parameters * (1 + (config.algo.reference == Reference.frozen) + (config.model.path is None))
-    return 12 * trained * kept + 4 * whole
+    kept = rl.keep_checkpoints + 1  # an old one goes when the next is complete
+    in_sft = math.ceil(sft.steps / sft.checkpoint_every) if sft.checkpoint_every else 0
+    in_rl = math.ceil(rl.steps / rl.checkpoint_every)
+    # 12 bytes with moments; RL's beginning, between the two, has none: 4
+    most = 12 * kept if max(in_sft, in_rl) >= kept else 12 * min(in_sft + in_rl, kept - 1) + 4
+    most += 12 * rl.keep_best
+    reference = sizes.trainable if config.algo.reference == Reference.frozen else 0
+    return most * trained + 4 * (reference + sizes.parameters * (1 + (config.model.path is None)))
 
 
 def models_beside(config: Config, parameters: int) -> dict[str, int]:
@@ -131,6 +141,7 @@ def memory_by_phase(config: Config, sizes: Sizes, device: torch.device, ranks: R
     stays = lambda what: 0 if policy.offload in what else 1  # noqa: E731
     critic, scorers = sizes.beside.get("critic", 0), {name: count for name, count in sizes.beside.items() if name != "critic"}
     critic_stays = stays([Offload.all]) if ranks.world > 1 else 1
+    on_gpu = device.type == "cuda"
     of_sglang = choose_engine(config.engine.kind, device) == EngineKind.sglang
     team = config.engine.tensor_parallel if of_sglang else 1
     in_bytes = {
@@ -138,13 +149,13 @@ def memory_by_phase(config: Config, sizes: Sizes, device: torch.device, ranks: R
             "parameters": 4 * parameters / share * (stays([Offload.all]) if sharded else 1),
             "whole weights": size * parameters / team if sharded or of_sglang else 0,
             "Adam moments": 8 * trainable / share * stays([Offload.optimizer, Offload.all]),
-            "critic": (4 * critic_stays + 8 * stays([Offload.optimizer, Offload.all])) * critic / share * (device.type == "cpu"),
+            "critic": (4 * critic_stays + 8 * stays([Offload.optimizer, Offload.all])) * critic / share * (not on_gpu),
             "KV cache": 2 * text.num_hidden_layers * kv_heads * head_dim * kv_tokens * size,
         },
         "training": {
             "parameters": 4 * parameters / share,
             "units whole": size * (embeddings + 2 * layer) if sharded else 0,
-            **{name: 4 * count / share for name, count in scorers.items()},
+            **({} if on_gpu else {name: 4 * count / share for name, count in scorers.items()}),
             "critic": 12 * critic / share,
             "gradients": 4 * max(trainable, critic) / share,  # one after the other
             "Adam moments": 8 * trainable / share,
@@ -152,4 +163,8 @@ def memory_by_phase(config: Config, sizes: Sizes, device: torch.device, ranks: R
             "logits": 3 * 4 * min(LOGIT_CHUNK_ELEMENTS, row * text.vocab_size),
         },
     }
+    if scorers and on_gpu:  # one at a time, before there are gradients
+        name, count = max(scorers.items(), key=lambda item: item[1])
+        there = {key: value for key, value in in_bytes["training"].items() if key not in ("gradients", "activations")}
+        in_bytes["scoring"] = there | {name: 4 * count / share}
     return {phase: {name: value / 2**30 for name, value in items.items()} for phase, items in in_bytes.items()}

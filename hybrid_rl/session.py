@@ -27,6 +27,7 @@ from hybrid_rl.engine.base import Engine, EngineDied, EngineError
 from hybrid_rl.engine.local import LocalEngine
 from hybrid_rl.engine.sglang import SGLangEngine
 from hybrid_rl.handover import hand_over
+from hybrid_rl.memory import release_cached
 from hybrid_rl.metrics import Metrics
 from hybrid_rl.policy.critic import Critic
 from hybrid_rl.policy.layout import Layout
@@ -100,6 +101,7 @@ class Session:
         self.policy.park()  # a new engine takes its memory at once, so the trainer's part must not lie there
         if optimizer is not None:
             optimizer.park()
+        release_cached(self.policy.device)
         self.ranks.on_all(self.engine.restart)
         self.ranks.on_all(self.engine.sleep)
         self.policy.unpark()
@@ -231,6 +233,7 @@ def make_engine(config: Config, policy: Policy, model_folder: Path) -> Engine:
 def what_is_left(config: Config, policy: Policy) -> float:
     """`memory_fraction` of this rank's GPU as it is before the engine and the optimizer are made."""
     moments = 8 * sum(local(p).numel() for p in policy.trainable.values()) if config.policy.offload == Offload.none else 0
+    release_cached(policy.device)
     return memory_fraction(torch.cuda.mem_get_info(policy.device)[0], moments + 2 * config.handover.bucket_mib * 2**20)
 
 

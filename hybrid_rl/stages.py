@@ -28,7 +28,7 @@ from hybrid_rl.data import DataError, TaskSets, load_task_sets
 from hybrid_rl.data.render import check_prompts, marks_in
 from hybrid_rl.deterministic import make_deterministic
 from hybrid_rl.doctor import cores, machine, versions
-from hybrid_rl.engine.base import EngineError
+from hybrid_rl.engine.base import KV_CACHE, WEIGHTS, EngineError
 from hybrid_rl.evaluate import evaluate
 from hybrid_rl.files import FolderInUse, alone_in, json_text, remove_unfinished, sync_tree, write_json, write_text
 from hybrid_rl.handover import HandoverError, take_back
@@ -66,7 +66,7 @@ def run(config: Config, folder: Path, ranks: Ranks | None = None) -> int:
         if not config.dry_run:
             _train(config, folder, console, ranks)
         elif ranks.main:
-            print_plan(config, folder, console, ranks)
+            print_plan(config, Path(config.output_dir) / config.name, console, ranks)
     except EXPECTED as error:
         after_rank_0()  # an error of all ranks is said once
         Console().say(f"hybrid_rl: {error}")
@@ -177,6 +177,7 @@ def _build(
     engine = make_engine(config, policy, model_folder)
     session = Session(config, folder, model_folder, policy, engine, tasks, scorer, metrics, console, resumed)
     if resumed:
+        ranks.on_all(lambda: engine.sleep([KV_CACHE, WEIGHTS]))  # a new one is awake, and a resumed run may go on with training
         resumed.restore_policy(policy)
         session.version, session.evaluations = resumed.state["version"], resumed.state["evaluations"]
         session.seconds, session.best = resumed.state["seconds"], resumed.state["best"]

@@ -187,7 +187,9 @@ def _problems(c: DictConfig) -> Iterator[tuple[str, str]]:
             yield key, "must be two numbers from 0 to below 1, like [0.9, 0.95]"
     r, t = c.rollout, c.model.tiny
     if r.batch_size % r.group_size:
-        fitting = min((d for d in range(2, r.batch_size + 1) if r.batch_size % d == 0), key=lambda d: abs(d - r.group_size))
+        fitting = min(
+            (d for d in range(min(2, r.batch_size), r.batch_size + 1) if r.batch_size % d == 0), key=lambda d: abs(d - r.group_size)
+        )
         yield "rollout.group_size", f"does not divide rollout.batch_size={r.batch_size}; the nearest that does is {fitting}"
     elif (r.batch_size // r.group_size) % c.algo.minibatches:
         groups = r.batch_size // r.group_size
@@ -264,12 +266,24 @@ def _algo_problems(c: DictConfig) -> Iterator[tuple[str, str]]:
         yield "rollout.group_size", "makes every group silent; use 2 or more, or algo.silent_by=none"
     if c.rollout.group_size == 1 and "group" in _needs({"_target_": algo.advantage._target_}):
         yield "rollout.group_size", f"leaves {algo.advantage._target_} nothing to compare with; use 2 or more"
-    if algo.loss._target_ == "hybrid_rl.algo.ppo_clip.loss" and 0 < algo.loss.get("dual_clip", 0) <= (
+    if algo.loss._target_ == "hybrid_rl.algo.ppo_clip.loss" and 0 < (algo.loss.get("dual_clip") or 0) <= (
         least := 1 + algo.loss.get("clip_high", 0.2)
     ):
         yield "algo.loss.dual_clip", f"must be 0 (off) or more than 1 + clip_high = {least:g}; 3 is usual"
     if algo.loss._target_ == "hybrid_rl.algo.gspo.loss" and needs & {"values", "teacher_logprobs"}:
         yield "algo.loss", f"gspo gives a rollout one ratio and would average the tokens' own advantages of {algo.advantage._target_}"
+    k, size = algo.advantage.get("k", 4), c.rollout.group_size
+    if algo.advantage._target_ == "hybrid_rl.algo.pass_at_k.advantages" and not 2 <= k <= size:
+        yield "algo.advantage.k", f"must be from 2 to rollout.group_size={size}"
+    of_tokens = algo.advantage._target_ == "hybrid_rl.algo.reinforce_pp.advantages" and not algo.advantage.get("baseline", True)
+    if algo.loss._target_ == "hybrid_rl.algo.gspo.loss" and of_tokens and algo.kl.coef and algo.kl.place == KlPlace.reward:
+        yield "algo.loss", "gspo gives a rollout one ratio and would average the tokens' own penalties; use algo.kl.place=loss"
+    if algo.advantage._target_.startswith("hybrid_rl.algo.opd.") and not algo.advantage.get("reward"):
+        no_reward = "changes the reward, which algo.advantage does not look at; give algo.advantage.reward, or leave it out"
+        if algo.kl.coef and algo.kl.place == KlPlace.reward:
+            yield "algo.kl.place", no_reward
+        if algo.overlong_share:
+            yield "algo.overlong_share", no_reward
     if "teacher_logprobs" in needs and algo.teacher is None:
         yield "algo.teacher", "is missing: algo.advantage learns from one; set algo.teacher=/path/to/a/model/folder"
     elif "teacher_logprobs" not in needs and algo.teacher is not None:
@@ -285,8 +299,13 @@ def _needs(part: Any) -> set[str]:
     if not isinstance(part, dict):
         return set()
     own: set[str] = set()
-    if "_target_" in part and (source := _source(part["_target_"].rpartition(".")[0])):
-        for node in ast.parse(source.read_text(encoding="utf-8")).body:
+    source = _source(part["_target_"].rpartition(".")[0]) if "_target_" in part else None
+    if source and source.suffix == ".py":
+        try:
+            tree = ast.parse(source.read_text(encoding="utf-8"))
+        except (SyntaxError, UnicodeDecodeError):  # told where the parts are checked
+            return own
+        for node in tree.body:
             if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "NEEDS" for t in node.targets):
                 own |= set(ast.literal_eval(node.value))
     return own.union(*(_needs(value) for value in part.values()))
@@ -331,9 +350,19 @@ def _target_problem(node: Any, called_with: tuple[str, ...]) -> tuple[str, str] 
     module, _, name = node["_target_"].rpartition(".")
     source = _source(module)
     if source is None:
+        if _source(module.rpartition(".")[0]):  # an attribute of a class
+            return None
         return "_target_", f"there is no module {module!r} on the Python path"
-    definitions = {n.name: n for n in ast.parse(source.read_text(encoding="utf-8")).body if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    if source.suffix != ".py":  # compiled
+        return None
+    try:
+        tree = ast.parse(source.read_text(encoding="utf-8"), str(source))
+    except (SyntaxError, UnicodeDecodeError) as error:
+        return "_target_", f"{source} is not Python: {error}"
+    definitions = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef)}
     found = definitions.get(name)
+    if found is None and _bound_otherwise(tree, name):
+        return None
     public = sorted(d for d in definitions if not d.startswith("_"))
     if found is None:
         return "_target_", f"{module} defines no {name!r}; {_nearest(name, public)}"
@@ -347,14 +376,41 @@ def _target_problem(node: Any, called_with: tuple[str, ...]) -> tuple[str, str] 
     for argument in node:
         if argument not in accepted and not argument.startswith("_") and not found.args.kwarg:
             return argument, f"{module}.{name} takes no such argument; {_nearest(argument, accepted)}"
+    for argument, choices in _choices(found).items():
+        if argument in node and node[argument] not in choices:
+            return argument, f"{module}.{name} knows {', '.join(map(repr, choices))}"
     if len(positional) < len(called_with) and not found.args.vararg:
         return "_target_", f"{module}.{name} is called with ({', '.join(called_with)}) and takes {len(positional)} arguments"
     optional = positional[len(positional) - len(found.args.defaults) :]
     optional += [name for name, default in zip(named, found.args.kw_defaults, strict=True) if default]
     for argument in positional[len(called_with) :] + named:
-        if argument not in optional and argument not in node:
+        if argument not in optional and argument not in node and "_args_" not in node:
             return argument, f"is missing, and {module}.{name} needs it"
     return None
+
+
+def _bound_otherwise(tree: ast.Module, name: str) -> bool:
+    """Whether a module may have the name from an import, an assignment or a block: only running it would tell what it is."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.alias(name=imported, asname=alias) if name == (alias or imported.partition(".")[0]) or imported == "*":
+                return True
+            case ast.Name(id=bound, ctx=ast.Store()) if bound == name:
+                return True
+            case ast.FunctionDef(name=bound) | ast.ClassDef(name=bound) if bound == name:
+                return True
+    return False
+
+
+def _choices(function: ast.FunctionDef) -> dict[str, list[Any]]:
+    """The values of each argument that is annotated as Literal[...]."""
+    found: dict[str, list[Any]] = {}
+    for argument in (*function.args.args, *function.args.kwonlyargs):
+        match argument.annotation:
+            case ast.Subscript(value=ast.Name(id="Literal"), slice=choices):
+                elements = choices.elts if isinstance(choices, ast.Tuple) else [choices]
+                found[argument.arg] = [element.value for element in elements if isinstance(element, ast.Constant)]
+    return found
 
 
 def _source(module: str) -> Path | None:

@@ -59,6 +59,12 @@ BAD = [
     ([REVERSE, "reward._target_=no.such.module.f"], "there is no module 'no.such.module' on the Python path"),
     ([REVERSE, "reward._target_=tests.rewards.of_no_task"], "tests.rewards.of_no_task is called with (completion, task) and takes 1 arguments"),
     ([REVERSE, "reward._target_=tests.rewards.with_a_limit"], "reward.limit=None (default): is missing, and tests.rewards.with_a_limit needs it"),
+    ([REVERSE, "rollout.batch_size=1"], "rollout.group_size=16 (conf/recipe/reverse.yaml): does not divide rollout.batch_size=1; the nearest that does is 1"),
+    ([REVERSE, "algo/advantage=pass_at_k", "rollout.group_size=2"], "algo.advantage.k=4 (conf/algo/advantage/pass_at_k.yaml): must be from 2 to rollout.group_size=2"),
+    ([REVERSE, "algo/correction=tis", "algo.old_logprobs=recomputed", "algo.correction.tis.level=seq"], "hybrid_rl.algo.tis.correct knows 'token', 'sequence'"),
+    ([REVERSE, "algo=gspo", "algo/advantage=reinforce_pp", "algo.advantage.baseline=false", "algo.reference=frozen", "algo.kl.coef=0.1", "algo.kl.place=reward"], "gspo gives a rollout one ratio and would average the tokens' own penalties"),
+    ([REVERSE, "algo=opd", "algo.teacher=/no/such", "algo.overlong_share=0.2"], "algo.overlong_share=0.2 (command line): changes the reward, which algo.advantage does not look at"),
+    ([REVERSE, "algo=opd", "algo.teacher=/no/such", "algo.reference=frozen", "algo.kl.coef=0.1", "algo.kl.place=reward"], "changes the reward, which algo.advantage does not look at"),
     ([REVERSE, "algo.loss.clip_lo=0.1"], "there are: _target_, clip_low, clip_high"),
     ([REVERSE, "algo=gpro"], "algo=gpro (command line): there is no such choice; did you mean grpo?"),
     ([REVERSE, "algo/loss=gsp"], "algo/loss=gsp (command line): there is no such choice; did you mean gspo?"),
@@ -186,3 +192,24 @@ def test_a_folder_of_ones_own_recipes(tmp_path):
 def test_an_engine_that_is_not_installed_is_named() -> None:
     with pytest.raises(ConfigError, match=r"engine.kind=.*SGLang is not installed; pip install 'hybrid_rl\[sglang\]', or engine=local"):
         load([REVERSE, "engine=sglang"])
+
+
+@pytest.mark.parametrize("target", ["again", "partial", "Class.method", "in_a_block", "wrapped"])
+def test_functions_that_only_running_a_module_would_show_are_taken(target):
+    load([REVERSE, f"reward._target_=tests.rewards_elsewhere.{target}"])
+
+
+@pytest.mark.parametrize("more", [["reward._target_=math.fsum"], ["reward._target_=tests.rewards.with_a_limit", "+reward._args_=[1,2,3]"]])
+def test_functions_that_cannot_be_looked_into_are_taken(more):
+    load([REVERSE, *more])
+
+
+def test_null_is_no_dual_clip():
+    assert load([REVERSE, "algo.loss.dual_clip=null"]).algo.loss.dual_clip is None
+
+
+def test_a_recipe_that_is_not_python_is_named(tmp_path, monkeypatch):
+    (tmp_path / "not_python.py").write_text("def reward(completion, task):\n    return 1.0 if\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"reward\._target_=not_python\.reward .*/not_python\.py is not Python: .* line 2\)"):
+        load([REVERSE, "reward._target_=not_python.reward"])

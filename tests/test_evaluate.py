@@ -96,6 +96,12 @@ def test_reward_and_its_faults_by_source(policy: Policy, tmp_path: Path, shown: 
     assert shown().endswith("! 3 rewards failed (ValueError 3; from odd 3)")
 
 
+def test_what_a_model_wrote_reaches_no_terminal(shown: Any) -> None:
+    """Half of a surrogate pair, an escape sequence, a name between colons: as text, and never an error."""
+    Console().say("bad \ud83d \x1b[31m x[1:a:2]\r [bold]ok[/bold] é 文")
+    assert shown() == "bad \ufffd \ufffd[31m x[1:a:2]\ufffd [bold]ok[/bold] é 文"
+
+
 def group(rewards: list[float]) -> Group:
     rollouts = [Rollout("t", 0, i, 0, [1]) for i in range(len(rewards))]
     for rollout, reward in zip(rollouts, rewards, strict=True):

@@ -1,6 +1,7 @@
 """Weights from the policy to an engine that shares them, and to one that has its own."""
 
 import ctypes
+import shutil
 import subprocess
 import sys
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
@@ -20,6 +21,7 @@ from hybrid_rl.config import OptimizerConfig, PolicyConfig, TinyConfig
 from hybrid_rl.engine.base import EngineError, Request, Sampling
 from hybrid_rl.engine.local import LocalEngine
 from hybrid_rl.engine.sglang import given_back
+from hybrid_rl.engine.sglang_weights import Checkpoint
 from hybrid_rl.handover import HandoverError, hand_over, take_back
 from hybrid_rl.memory import Parked, Phases
 from hybrid_rl.policy import tiny
@@ -337,6 +339,21 @@ def test_parked_tensors_give_their_memory_back_and_return_bit_equal():
     assert base.untyped_storage().size() == other.untyped_storage().size() == 0
     parked.bring_back()
     assert all(torch.equal(t, e) for t, e in zip((base, view, other), expected, strict=True))
+
+
+def test_a_tied_matrix_stored_under_both_names_is_one(tmp_path, tiny_folder):
+    """As in some published checkpoints: the policy has one parameter, and hands it over once."""
+    shutil.copytree(tiny_folder, tmp_path / "model")
+    before = Checkpoint.read(tmp_path / "model")
+    assert before.tied
+    file = tmp_path / "model" / "model.safetensors"
+    weights = load_file(file)
+    save_file(weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}, file, {"format": "pt"})
+    assert Checkpoint.read(tmp_path / "model") == before
+    policy = Policy.load(tmp_path / "model", torch.device("cpu"))
+    names = {before.own_name(name, tensor) for bucket in policy.buckets(torch.float32, 2**20) for name, tensor in bucket.items()}
+    assert names == set(before.shapes)
+    assert before.weight_bytes(torch.float32) == sum(tensor.nbytes for tensor in weights.values())
 
 
 HOLDS = 64 * 2**20

@@ -202,7 +202,7 @@ def test_a_rank_that_hangs_is_named_with_its_stack(start, tmp_path, does, phase,
     processes = at_work(process, tmp_path)
     since = time.monotonic()
     output = end(process, code=1)
-    assert 3 <= time.monotonic() - since < 15
+    assert 1 <= time.monotonic() - since < 15  # its last progress was a while before
     lines = output.splitlines()
     assert re.fullmatch(rf"hybrid_rl: rank 1 hangs in phase {phase}: no progress since \d\d:\d\d:\d\d \(\d+ s\), rank_timeout=3", lines[0])
     own = lines.index(f"  rank 1, phase {phase}, hangs:")

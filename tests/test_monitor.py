@@ -221,6 +221,14 @@ def test_mismatch_grows(kl: list[object], expected: list[tuple[int, str]]) -> No
     assert begun(course("mismatch_kl", kl)) == expected
 
 
+def test_a_correction_that_drops_all_is_told_with_its_mismatch() -> None:
+    """No update, so no entropy: the mismatch is known all the same, where log-probabilities are recomputed."""
+    nothing_learned = sound(entropy=0.0, mismatch_kl=0.5, dropped=1.0)
+    assert begun([nothing_learned] * 4) == [(1, "dropped"), (3, "mismatch_kl")]
+    assert begun([sound(dropped=0.5)] * 4) == []
+    assert begun([sound(rollouts=0, entropy=0.0, mismatch_kl=0.0)] * 4) == []
+
+
 def test_every_rollout_is_paid_the_same() -> None:
     assert begun([sound(), sound(reward_std=1e-9), sound(reward_std=0.0), sound(reward_std=0.0)]) == [(3, "reward")]
 

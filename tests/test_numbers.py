@@ -273,7 +273,7 @@ def learns_on(ranks: Ranks, folder: Path, out: Path, algo: dict[str, Any], setti
 
 
 @pytest.mark.parametrize("case", ["advantage", "loss", "gradient"])
-@pytest.mark.parametrize("shard", [0, 1])
+@pytest.mark.parametrize("shard", [0, 1, 2])
 def test_ranks_skip_together(tiny_folder, tmp_path, capsys, case, shard):
     """The bad rollout's tokens, and the rows of the bad parameter, are on one rank; all skip, keep one batch and go on."""
     algo, said = CASES[case]

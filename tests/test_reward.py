@@ -53,6 +53,7 @@ FAULTS = {
     "own timeout": ("TimeoutError", "TimeoutError: the checker's host does not answer"),
     "nan": ("not finite", "reward nan with parts {'reward': nan} is not finite"),
     "inf": ("not finite", "reward nan with parts {'a': inf, 'b': -inf} is not finite"),
+    "huge": ("OverflowError", "OverflowError: int too large to convert to float"),
     "text": ("not a number", "the reward's part 'reward' is '1.0', not a number"),
     "nothing": ("not a number", "the reward's part 'reward' is None, not a number"),
 }
@@ -66,7 +67,17 @@ def test_every_kind_of_failure_is_counted_and_spares_the_others():
     assert rollouts[-2].fault == "not a number"
     assert all(r.reward is None for r in rollouts[1:-1])
     group = Group(0, TASK, rollouts)
-    kinds = {"KeyError": 1, "Odd": 1, "SystemExit": 1, "TimeoutError": 1, "died": 1, "not a number": 3, "not finite": 2, "timeout": 1}
+    kinds = {
+        "KeyError": 1,
+        "Odd": 1,
+        "SystemExit": 1,
+        "TimeoutError": 1,
+        "died": 1,
+        "not a number": 3,
+        "not finite": 2,
+        "timeout": 1,
+        "OverflowError": 1,
+    }
     assert reward_faults([group]) == {("unnamed", kind): count for kind, count in kinds.items()}
     assert first_faults([group])["not finite"] == f"task t: {FAULTS['nan'][1]}"
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from hybrid_rl import stages
+from hybrid_rl import room, stages
 from hybrid_rl.policy.model import Policy
 from hybrid_rl.ranks import Ranks
-from hybrid_rl.room import RoomError, check_room, disk_bytes, measure
+from hybrid_rl.room import RoomError, check_room, disk_bytes, measure, memory_by_phase
 from hybrid_rl.validation import load
 from tests.bad_inputs.conftest import SMALL
 
@@ -70,14 +70,46 @@ def test_too_little_memory(tmp_path: Path, tiny_folder: Path, capsys: pytest.Cap
     )
 
 
-def test_two_ranks_of_a_machine_share_its_memory(tiny_folder: Path, tmp_path: Path):
+GIB = 2**30
+
+
+@pytest.fixture
+def of_one_gib(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """A configuration, and the sizes of a model whose parameters, gradients and moments take three quarters of the GiB that is free."""
+    monkeypatch.setattr(room, "free_memory", lambda: GIB)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(100 * GIB, 0, 100 * GIB))
     config = configured(f"model.path={tiny_folder}")
-    sizes = measure(config, tiny_folder)
-    free = int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) * 1024
-    most = int(0.75 * free / 16)  # parameters, gradients and moments of so many take three quarters
-    sizes = dataclasses.replace(sizes, parameters=most, trainable=most)
-    config.rl.checkpoint_every = config.rl.steps = config.rl.keep_checkpoints = 1
+    return config, dataclasses.replace(measure(config, tiny_folder), parameters=int(0.75 * GIB / 16), trainable=int(0.75 * GIB / 16))
+
+
+def test_two_ranks_of_a_machine_share_its_memory(of_one_gib, tmp_path: Path):
+    config, sizes = of_one_gib
     check_room(config, sizes, CPU, Ranks(), tmp_path)
     config.policy.shard = 1
-    with pytest.raises(RoomError, match="training takes at least"):
+    with pytest.raises(
+        RoomError,
+        match=r"training takes at least 0\.9 GiB a rank .* 0\.5 GiB are free; a smaller model, more ranks, policy.lora.rank=16 \(",
+    ):
         check_room(config, sizes, CPU, Ranks(0, 2, 0, 2), tmp_path)
+
+
+def test_evaluations_alone_need_no_gradients(of_one_gib, tmp_path: Path):
+    config, sizes = of_one_gib
+    sizes = dataclasses.replace(sizes, parameters=2 * sizes.parameters, trainable=2 * sizes.parameters)
+    with pytest.raises(RoomError, match="training takes at least"):
+        check_room(config, sizes, CPU, Ranks(), tmp_path)
+    config.rl.steps = 0
+    check_room(config, sizes, CPU, Ranks(), tmp_path)
+
+
+def test_on_a_gpu_one_scorer_is_there_at_a_time_and_before_gradients(of_one_gib):
+    config, sizes = of_one_gib
+    sizes = dataclasses.replace(sizes, beside={"reference": sizes.parameters, "teacher": 5 * sizes.parameters})
+    memory = memory_by_phase(config, sizes, torch.device("cuda"), Ranks())
+    unit = 4 * sizes.parameters / GIB
+    assert memory["scoring"]["teacher"] == pytest.approx(5 * unit)
+    assert not {"reference", "gradients"} & memory["scoring"].keys()
+    assert not {"reference", "teacher"} & memory["training"].keys()
+    assert memory["training"]["gradients"] == pytest.approx(unit)
+    together = memory_by_phase(config, sizes, CPU, Ranks())["training"]
+    assert together["reference"] + together["teacher"] == pytest.approx(6 * unit)

@@ -197,6 +197,13 @@ def test_each_input_gets_a_process_a_folder_and_an_outcome_of_its_own():
         ("while True: pass", Limits(cpu_seconds=0.2, wall_seconds=30, total_seconds=30), "cpu"),
         ("import os\nfor _ in range(3): os.fork()\nwhile True: pass", Limits(cpu_seconds=0.5, wall_seconds=30, total_seconds=30), "cpu"),
         (
+            "import os, signal, time\ntry: signal.signal(signal.SIGCHLD, signal.SIG_IGN)\nexcept OSError: pass\n"
+            "for _ in range(60):\n    if not os.fork():\n        end = time.process_time() + 0.03\n        while time.process_time() < end: pass\n"
+            "        os._exit(0)\n    try: os.wait()\n    except ChildProcessError: pass",
+            Limits(cpu_seconds=0.5, wall_seconds=30, total_seconds=30),
+            "cpu",
+        ),
+        (
             "import os, time\nfor _ in range(3): os.fork()\nx = b'x' * (40 << 20)\ntime.sleep(60)",
             Limits(memory_mib=64, wall_seconds=30, total_seconds=30),
             "memory",

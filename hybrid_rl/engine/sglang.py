@@ -56,8 +56,8 @@ class SGLangEngine:
     """`slots` completions at a time, each of at most `capacity` tokens, prompt included; the model is read from `folder`.
 
     The ranks of a `team` make one engine with tensor parallelism: its first rank has SGLang's process, which computes on the devices of
-    all of them. On a GPU weights and KV cache together take `memory_fraction` of what is free; on the CPU the cache holds `slots` full
-    completions. Without `deterministic` a request's tokens depend on what else runs, and its seed on nothing: samples differ all the
+    all of them. The cache holds `slots` full completions; on a GPU fewer where weights and cache would take more than `memory_fraction` of
+    what is free. Without `deterministic` a request's tokens depend on what else runs, and its seed on nothing: samples differ all the
     same. `timeout` s without an answer or progress is death. `extra` are more arguments of `sglang.Engine`, and win.
     Raises EngineError where SGLang is missing or has not started within `start_timeout` s.
     """
@@ -88,11 +88,10 @@ class SGLangEngine:
             "weight_version": "-1", "log_level": "error", "tp_size": self.team.world,
             "sleep_on_idle": True,  # or its loop keeps a core busy while we train
             "json_model_override_args": json.dumps({"eos_token_id": self._ends}), "device": self._device.type,
+            "max_total_tokens": (self.slots + 1) * self.capacity + 64,  # on a GPU fewer where memory_fraction has no room for them
         }  # fmt: skip
         if self._device.type == "cpu":
-            tokens = (self.slots + 1) * self.capacity + 64
-            cpu = {"attention_backend": "torch_native", "sampling_backend": "pytorch", "disable_cuda_graph": True}
-            return arguments | cpu | {"max_total_tokens": tokens}
+            return arguments | {"attention_backend": "torch_native", "sampling_backend": "pytorch", "disable_cuda_graph": True}
         return arguments | {"mem_fraction_static": memory_fraction, "base_gpu_id": self._device.index or 0}
 
     def _share_key(self) -> None:
@@ -249,7 +248,7 @@ class SGLangEngine:
         self._idle("sleep()")
         if not (wanted := wanted - self._asleep):
             return 0
-        before = self._used()
+        before = self.team.on_all(self._used)  # no rank's memory goes before all have looked
         self._call("release", sorted(wanted))
         self._asleep |= wanted
         if WEIGHTS in wanted:
@@ -336,7 +335,7 @@ class SGLangEngine:
 
         def read() -> dict[str, Tensor]:
             with tempfile.TemporaryDirectory() as folder:
-                self._own.call("save", folder)
+                self._own.call("save", folder, limit=self._limits[0])  # the disk's time, not the engine's
                 return self._checkpoint.whole(Path(folder))
 
         held: list[dict[str, Tensor]] = []

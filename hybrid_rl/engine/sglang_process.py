@@ -93,9 +93,10 @@ class HostProcess:
             return self.connection.poll(0)
         return True  # that it has ended, which receive() will say
 
-    def call(self, operation: str, *arguments: object) -> None:
+    def call(self, operation: str, *arguments: object, limit: float | None = None) -> None:
+        """`limit` s instead of `timeout` for what is slow by nature."""
         self.tell(operation, *arguments)
-        while (answer := self.receive())[0] not in ("done", "failed"):  # of a run that ended in an error
+        while (answer := self.receive(limit))[0] not in ("done", "failed"):  # of a run that ended in an error
             pass
         kind, value = answer
         if kind == "failed":

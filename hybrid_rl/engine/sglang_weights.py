@@ -58,6 +58,8 @@ class Checkpoint:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         tied = bool(config.tie_word_embeddings)
+        if tied and all(name in shapes for name in TIED):  # some checkpoints store the one matrix under both names
+            del shapes[TIED[1]]
         return cls(shapes, int(config.vocab_size), tied, config.num_hidden_layers, heads, kv_heads, head_dim)
 
     def kv_bytes(self, tokens: int, dtype: torch.dtype) -> int:

@@ -158,13 +158,13 @@ def _score(completion: str, task: Task) -> tuple[float, dict[str, float]] | Rewa
         _loaded()
         result = _reward(completion, task)  # type: ignore[operator]
         named = dict(result) if isinstance(result, Mapping) else {"reward": result}
+        for name, value in named.items():
+            if not isinstance(value, Real):
+                return RewardFault(NOT_A_NUMBER, f"the reward's part {name!r} is {_shown(value)}, not a number")
+        parts = {str(name): float(value) for name, value in named.items()}
+        total = sum(parts.values())
     except (Exception, SystemExit) as error:  # the reward's own failure, of any kind
         return RewardFault(type(error).__name__, _describe(error))
-    for name, value in named.items():
-        if not isinstance(value, Real):
-            return RewardFault(NOT_A_NUMBER, f"the reward's part {name!r} is {_shown(value)}, not a number")
-    parts = {str(name): float(value) for name, value in named.items()}
-    total = sum(parts.values())
     if not math.isfinite(total) or not all(map(math.isfinite, parts.values())):
         return RewardFault(NOT_FINITE, f"reward {total} with parts {parts} is not finite")
     return total, parts

@@ -40,7 +40,7 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4
 MNT_DETACH, AT_FDCWD, AT_RECURSIVE, SYS_MOUNT_SETATTR = 2, -100, 0x8000, 442
 NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 1 << 17, 1 << 25, 1 << 26, 1 << 27, 1 << 28, 1 << 29, 1 << 30
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 24, 38
-SIGINT, SIGKILL = 2, 9
+SIGINT, SIGKILL, SIGCHLD, SIGACTION = 2, 9, 17, (13, 134)
 
 # Refused to the program: what reaches other processes, makes namespaces or mounts, opens sockets, holds memory that no limit
 # counts (memfd, System V IPC), makes the whole machine wait (sync), or is a wide door into the kernel. Numbers: x86_64, aarch64.
@@ -264,16 +264,17 @@ def _give_up_rights(uid: int | None) -> None:
 
 
 def _filter(column: int, audit: int, clone: int) -> bytes:
-    """The seccomp program (classic BPF): DENIED → EACCES, clone3 → ENOSYS (libc then uses clone), clone with new namespaces → EACCES."""
+    """The seccomp program (classic BPF): DENIED → EACCES, clone3 → ENOSYS (libc then uses clone), clone with new namespaces → EACCES,
+    and so a handler for SIGCHLD: where that is ignored, the kernel forgets what a child has used."""
     load, equal, at_least, any_bit, done = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, kill, refuse, missing = 0x7FFF0000, 0x80000000, 0x00050000 | errno.EACCES, 0x00050000 | errno.ENOSYS
     numbers = [row[column] for row in DENIED.values()]
     rows = [(load, 0, 0, 4), (equal, 1, 0, audit), (done, 0, 0, kill), (load, 0, 0, 0), (at_least, 0, 1, 1 << 30), (done, 0, 0, refuse)]
     rows += [(equal, 0, 1, CLONE3), (done, 0, 0, missing)]
     for i, number in enumerate(numbers):
-        rows.append((equal, len(numbers) - i + 3, 0, number))  # to the last row
-    rows += [(equal, 0, 2, clone), (load, 0, 0, 16), (any_bit, 1, 0, NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET)]
-    rows += [(done, 0, 0, allow), (done, 0, 0, refuse)]
+        rows.append((equal, len(numbers) - i + 6, 0, number))  # to the last row
+    rows += [(equal, 0, 2, clone), (load, 0, 0, 16), (any_bit, 4, 3, NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET)]
+    rows += [(equal, 0, 2, SIGACTION[column]), (load, 0, 0, 16), (equal, 1, 0, SIGCHLD), (done, 0, 0, allow), (done, 0, 0, refuse)]
     return b"".join(struct.pack("<HBBI", *row) for row in rows)
 
 
