@@ -37,9 +37,10 @@ def hand_over(
         raise HandoverError(
             f"{name} of the policy's weights is infinite or NaN (version {version}); nothing sound can be sampled from them"
         )
-    release_cached(policy.device)
-    policy.ranks.on_all(lambda: engine.wake([WEIGHTS]))
     shared, moved = engine.shares(policy.sampler), 0
+    if not shared:  # it is in another process
+        release_cached(policy.device)
+    policy.ranks.on_all(lambda: engine.wake([WEIGHTS]))
     if shared:
         policy.gather()
         engine.set_version(version)
@@ -50,7 +51,8 @@ def hand_over(
     policy.park()
     if optimizer is not None:
         optimizer.park()
-    release_cached(policy.device)
+    if not shared:
+        release_cached(policy.device)
     policy.ranks.on_all(lambda: engine.wake([KV_CACHE]))
     return moved
 
