@@ -70,7 +70,7 @@ def check_room(config: Config, sizes: Sizes, device: torch.device, ranks: Ranks,
     if missing > left:
         raise RoomError(
             f"checkpoints and the exported model take {missing / 2**30:.1f} GiB, and {left / 2**30:.1f} GiB are free in {there}; make room, "
-            f"choose another disk with hydra.run.dir, or keep fewer than rl.keep_checkpoints={config.rl.keep_checkpoints}"
+            f"choose another disk with output_dir, or keep fewer than rl.keep_checkpoints={config.rl.keep_checkpoints}"
         )
 
 

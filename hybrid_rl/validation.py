@@ -273,7 +273,7 @@ def _algo_problems(c: DictConfig) -> Iterator[tuple[str, str]]:
     if algo.loss._target_ == "hybrid_rl.algo.gspo.loss" and needs & {"values", "teacher_logprobs"}:
         yield "algo.loss", f"gspo gives a rollout one ratio and would average the tokens' own advantages of {algo.advantage._target_}"
     k, size = algo.advantage.get("k", 4), c.rollout.group_size
-    if algo.advantage._target_ == "hybrid_rl.algo.pass_at_k.advantages" and not 2 <= k <= size:
+    if algo.advantage._target_ == "hybrid_rl.algo.pass_at_k.advantages" and not (isinstance(k, int) and 2 <= k <= size):
         yield "algo.advantage.k", f"must be from 2 to rollout.group_size={size}"
     of_tokens = algo.advantage._target_ == "hybrid_rl.algo.reinforce_pp.advantages" and not algo.advantage.get("baseline", True)
     if algo.loss._target_ == "hybrid_rl.algo.gspo.loss" and of_tokens and algo.kl.coef and algo.kl.place == KlPlace.reward:

@@ -61,6 +61,7 @@ BAD = [
     ([REVERSE, "reward._target_=tests.rewards.with_a_limit"], "reward.limit=None (default): is missing, and tests.rewards.with_a_limit needs it"),
     ([REVERSE, "rollout.batch_size=1"], "rollout.group_size=16 (conf/recipe/reverse.yaml): does not divide rollout.batch_size=1; the nearest that does is 1"),
     ([REVERSE, "algo/advantage=pass_at_k", "rollout.group_size=2"], "algo.advantage.k=4 (conf/algo/advantage/pass_at_k.yaml): must be from 2 to rollout.group_size=2"),
+    ([REVERSE, "algo/advantage=pass_at_k", "algo.advantage.k=null"], "must be from 2 to rollout.group_size=16"),
     ([REVERSE, "algo/correction=tis", "algo.old_logprobs=recomputed", "algo.correction.tis.level=seq"], "hybrid_rl.algo.tis.correct knows 'token', 'sequence'"),
     ([REVERSE, "algo=gspo", "algo/advantage=reinforce_pp", "algo.advantage.baseline=false", "algo.reference=frozen", "algo.kl.coef=0.1", "algo.kl.place=reward"], "gspo gives a rollout one ratio and would average the tokens' own penalties"),
     ([REVERSE, "algo=opd", "algo.teacher=/no/such", "algo.overlong_share=0.2"], "algo.overlong_share=0.2 (command line): changes the reward, which algo.advantage does not look at"),

@@ -39,7 +39,9 @@ def test_too_little_disk(tmp_path: Path, capsys: pytest.CaptureFixture):
     assert stages.run(config, tmp_path) == 1
     line = capsys.readouterr().out.splitlines()[-1]
     free = r"and [\d.]+ GiB are free in " + re.escape(str(tmp_path))
-    assert re.match(rf"hybrid_rl: checkpoints and the exported model take \d+\.\d GiB, {free}; make room, choose another disk with", line)
+    assert re.match(
+        rf"hybrid_rl: checkpoints and the exported model take \d+\.\d GiB, {free}; make room, choose another disk with output_dir,", line
+    )
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
