@@ -9,13 +9,14 @@ from pathlib import Path
 
 import psutil
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hybrid_rl.config import Config, EngineKind, Offload, Reference
 from hybrid_rl.engine.make import choose_engine
 from hybrid_rl.learner import needs
 from hybrid_rl.policy import lora
-from hybrid_rl.policy.model import LOGIT_CHUNK_ELEMENTS, ModelError, compute_dtype, read_config, reason
+from hybrid_rl.policy.folder import ModelError, check_stored, empty_model, read_config, reason
+from hybrid_rl.policy.model import LOGIT_CHUNK_ELEMENTS, compute_dtype
 from hybrid_rl.processes.ranks import Ranks
 
 GUESSED = ("KV cache", "activations", "logits")  # rules of thumb, or smaller where there is less room
@@ -113,8 +114,9 @@ def models_beside(config: Config, parameters: int) -> dict[str, int]:
 def _empty(setting: str, folder: str) -> PreTrainedModel:
     """The folder's model without memory for its parameters."""
     try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(read_config(folder), trust_remote_code=False)
+        model = empty_model(read_config(folder))
+        check_stored(folder, model)
+        return model
     except ModelError as error:
         raise ModelError(str(error).replace("model.path=", f"{setting}=")) from error
     except ValueError as error:  # a configuration of something that is no causal LM
