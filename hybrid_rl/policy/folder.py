@@ -85,6 +85,8 @@ def reason(error: Exception) -> str:
     text = " ".join(str(error).split())
     if "trust_remote_code" in text:
         return "it needs Python code that lies in the folder (auto_map), and none is run; use a model that transformers implements itself"
+    if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
+        return "transformers lets no other library compute this model's attention"
     if isinstance(error, SafetensorError):
         text = f"a *.safetensors file is damaged or not whole, copy it again ({text})"
     elif not isinstance(error, OSError | ValueError):

@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 CLOSE = 1e-5  # of two log-probabilities
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+LATENT = {"num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
 
 # model_type: what differs from SHAPE
 FAMILIES: dict[str, dict] = {

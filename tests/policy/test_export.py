@@ -133,7 +133,7 @@ print(json.dumps(found))
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 OLD_FAMILIES = {
     "qwen2": {"rope_theta": 1000000.0}, "llama": {"rope_theta": 500000.0, "rope_scaling": LLAMA3}, "qwen3": {"rope_theta": 1000000.0},
-    "mixtral": {"rope_theta": 1000000.0}, "qwen3_moe": {"rope_theta": 1000000.0}, "gpt_neox": {"rotary_emb_base": 20000, "rotary_pct": 0.25},
+    "mixtral": {"rope_theta": 1000000.0}, "qwen3_moe": {"rope_theta": 1000000.0, "num_experts": 4}, "gpt_neox": {"rotary_emb_base": 20000, "rotary_pct": 0.25},
     "phi3": {"rope_theta": 5000.0}, "gpt2": {}, "gemma": {"rope_theta": 20000.0}, "olmo2": {"rope_theta": 500000.0},
 }  # fmt: skip
 
