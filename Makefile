@@ -53,5 +53,5 @@ $(SGLANG_VENV)/installed: pyproject.toml tests/sglang_cpu/requirements.txt
 	$(PYTHON) -m venv $(SGLANG_VENV)
 	$(SGLANG_VENV)/bin/pip install --quiet torch==2.13.0
 	$(SGLANG_VENV)/bin/pip install --quiet -r tests/sglang_cpu/requirements.txt
-	$(SGLANG_VENV)/bin/pip install --quiet --no-deps sglang==0.5.21 xgrammar==0.2.7 -e .
+	$(SGLANG_VENV)/bin/pip install --quiet --no-deps sglang==0.5.23 xgrammar==0.2.7 -e .
 	touch $@
