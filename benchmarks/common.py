@@ -33,9 +33,9 @@ def read_metrics(folder: Path, stage: str) -> list[dict[str, Any]]:
 
 
 def machine() -> dict[str, Any]:
-    from hybrid_rl import doctor
+    from hybrid_rl.machine import machine, versions
 
-    return {**doctor.machine(), **doctor.versions()}
+    return {**machine(), **versions()}
 
 
 def matmul_gflops(m: int, k: int, n: int, seconds: float = 0.5) -> float:

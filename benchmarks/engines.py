@@ -25,12 +25,12 @@ from handover import SHAPES, build
 from hybrid_rl.algo.mismatch import mismatch_kl
 from hybrid_rl.config import Config, EngineConfig, EngineKind, TinyConfig
 from hybrid_rl.engine.base import KV_CACHE, WEIGHTS, Completion, Request, Sampling
+from hybrid_rl.engine.make import make_engine
 from hybrid_rl.handover import hand_over, take_back
 from hybrid_rl.policy import tiny
-from hybrid_rl.policy.layout import sampled_tokens
+from hybrid_rl.policy.layout import choose_layout, sampled_tokens
 from hybrid_rl.policy.model import Policy, pick_device
 from hybrid_rl.policy.update import score
-from hybrid_rl.session import choose_layout, make_engine
 from hybrid_rl.types import Rollout
 
 GROUPS, SIZE, PROMPT, TOKENS = 8, 16, 48, 128

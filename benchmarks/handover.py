@@ -25,14 +25,14 @@ import transformers
 from common import save_result, table
 from torch import Tensor
 
-from hybrid_rl.attention import ATTENTION_NAME
 from hybrid_rl.engine.local import LocalEngine
 from hybrid_rl.handover import BUCKET_BYTES, hand_over, take_back
-from hybrid_rl.launch import end_with_launcher, launch
 from hybrid_rl.policy import tiny
+from hybrid_rl.policy.attention import ATTENTION_NAME
 from hybrid_rl.policy.model import Policy
 from hybrid_rl.policy.sharding import _all_gather, local
-from hybrid_rl.ranks import Ranks, join
+from hybrid_rl.processes.launch import end_with_launcher, launch
+from hybrid_rl.processes.ranks import Ranks, join
 
 CPU = torch.device("cpu")
 MIB = 2**20

@@ -64,7 +64,7 @@ def main() -> None:
 
 def token_counts(folder: Path, steps: list[int]) -> dict[str, float]:
     """Means a step: tokens sampled, and tokens of the group trees (each prompt once)."""
-    from hybrid_rl.rollout.store import read_rollouts
+    from hybrid_rl.run_folder.rollouts import read_rollouts
 
     sampled, tree = [], []
     for step in steps:

@@ -81,8 +81,8 @@ def task_file(folder: Path, path: Path) -> None:
     """The tasks of our run's steps, in their order, for the other side."""
     from hybrid_rl.recipes.reverse import load_tasks
 
-    from hybrid_rl.rollout.store import read_rollouts
-    from hybrid_rl.validation import load
+    from hybrid_rl.preflight.settings import load
+    from hybrid_rl.run_folder.rollouts import read_rollouts
 
     data = dict(load(["+recipe=reverse"]).data)
     by_id = {task.id: task for task in load_tasks(**{k: v for k, v in data.items() if k != "_target_"}).rl}

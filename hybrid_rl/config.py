@@ -11,6 +11,10 @@ from enum import Enum
 from typing import Any, Optional
 
 
+class ConfigError(ValueError):
+    """A bad setting, in one line that a user can act on."""
+
+
 class EngineKind(Enum):
     auto = "auto"  # sglang where its package and a GPU are there, otherwise local
     sglang = "sglang"  # a process of its own with a copy of the weights, one for each rank

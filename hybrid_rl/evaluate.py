@@ -6,10 +6,10 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from hybrid_rl.console import eval_line
 from hybrid_rl.engine.base import Sampling
-from hybrid_rl.monitor import mean_by_source, pass_at_k
-from hybrid_rl.rollout.sample import fault_metrics, first_faults, make_group, reward_faults, sample_groups
+from hybrid_rl.report.console import eval_line
+from hybrid_rl.report.step_metrics import mean_by_source, pass_at_k
+from hybrid_rl.rollout.generate import fault_metrics, first_faults, make_group, reward_faults, sample_groups
 from hybrid_rl.session import Session
 from hybrid_rl.types import Group
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.engine.base import KV_CACHE, WEIGHTS, Engine, EngineDied
-from hybrid_rl.memory import release_cached
 from hybrid_rl.policy.model import Policy
 from hybrid_rl.policy.numbers import broken_weight
+from hybrid_rl.policy.offload import release_cached
 from hybrid_rl.policy.optimizer import Optimizer
 
 BUCKET_BYTES = 512 * 2**20

@@ -20,15 +20,15 @@ from hybrid_rl.algo import kl
 from hybrid_rl.algo.batch import Given, Scored
 from hybrid_rl.algo.mismatch import mismatch_kl
 from hybrid_rl.algo.ratio import quantiles
-from hybrid_rl.bad import BadBatch, keep
 from hybrid_rl.config import AlgoConfig, KlPlace, OldLogprobs
 from hybrid_rl.policy.layout import sampled_tokens
 from hybrid_rl.policy.numbers import Fault, alone, broken_weight, find, finite
-from hybrid_rl.policy.optimizer import TrainingDiverged
+from hybrid_rl.policy.optimizer import TrainingDiverged, make_optimizer
+from hybrid_rl.policy.roles import Frozen, make_critic, make_reference, make_teacher
 from hybrid_rl.policy.update import Objective, score, update
-from hybrid_rl.roles import Frozen, make_critic, make_reference, make_teacher
 from hybrid_rl.rollout.collector import Batch
-from hybrid_rl.session import Session, make_optimizer
+from hybrid_rl.run_folder.bad_batch import BadBatch, keep
+from hybrid_rl.session import Session
 from hybrid_rl.types import Rollout
 
 REPORTED = ("loss", "entropy", "mismatch_kl", "clip_fraction", "grad_norm", "lr", "skipped")  # of every step, whatever happened in it

@@ -9,17 +9,17 @@ from pathlib import Path
 import torch
 
 from hybrid_rl.config import Config
-from hybrid_rl.console import Console
 from hybrid_rl.data import load_task_sets
 from hybrid_rl.data.render import check_prompts, demonstration, marks_in, prompt_ids
-from hybrid_rl.doctor import machine
+from hybrid_rl.engine.make import ENGINES, choose_engine
+from hybrid_rl.machine import machine
 from hybrid_rl.policy import tiny
-from hybrid_rl.policy.layout import first_fit_decreasing
+from hybrid_rl.policy.layout import choose_layout, first_fit_decreasing
 from hybrid_rl.policy.model import compute_dtype, pick_device, read_tokenizer
-from hybrid_rl.ranks import Ranks
-from hybrid_rl.rollout.reward import Scorer
-from hybrid_rl.room import Sizes, check_room, disk_bytes, measure, memory_by_phase
-from hybrid_rl.session import ENGINES, choose_engine, choose_layout
+from hybrid_rl.preflight.budget import Sizes, check_room, disk_bytes, measure, memory_by_phase
+from hybrid_rl.processes.ranks import Ranks
+from hybrid_rl.report.console import Console
+from hybrid_rl.rollout.rewards import Scorer
 
 
 def print_plan(config: Config, folder: Path, console: Console, ranks: Ranks) -> None:

@@ -1,4 +1,4 @@
-"""Run forward and backward again on a batch that a run kept because a number in it was not finite (see hybrid_rl/bad.py).
+"""Run forward and backward again on a batch that a run kept because a number in it was not finite (see hybrid_rl/run_folder/bad_batch.py).
 
 - python -m hybrid_rl.replay outputs/reverse/<run>/bad/step_000012
 - every batch that a run kept: python -m hybrid_rl.replay outputs/reverse/<run>
@@ -25,18 +25,18 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from hybrid_rl import checkpoint
 from hybrid_rl.algo.batch import Given
-from hybrid_rl.checkpoint import CheckpointError
 from hybrid_rl.config import Config, LoraConfig
 from hybrid_rl.learner import objective_of
 from hybrid_rl.policy.critic import Critic, ValueModel
 from hybrid_rl.policy.layout import sampled_tokens
 from hybrid_rl.policy.model import ModelError, Policy, pick_device
 from hybrid_rl.policy.numbers import Fault, find
+from hybrid_rl.policy.optimizer import make_optimizer
 from hybrid_rl.policy.update import accumulate, demonstrate, score
-from hybrid_rl.rollout.store import as_rollout, read_rollouts
-from hybrid_rl.session import make_optimizer
+from hybrid_rl.run_folder import checkpoint
+from hybrid_rl.run_folder.checkpoint import CheckpointError
+from hybrid_rl.run_folder.rollouts import as_rollout, read_rollouts
 from hybrid_rl.types import Rollout
 
 

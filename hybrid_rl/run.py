@@ -25,15 +25,15 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from hybrid_rl import watch
-from hybrid_rl.config import Config
-from hybrid_rl.files import check_writable
-from hybrid_rl.launch import after_rank_0, attend, end_with_launcher, environment_problem, launch, launched, world
-from hybrid_rl.stop import end_now, listening
-from hybrid_rl.validation import CONF, ConfigError, load, parse
+from hybrid_rl.config import Config, ConfigError
+from hybrid_rl.preflight.settings import CONF, load, parse
+from hybrid_rl.processes import hangs
+from hybrid_rl.processes.launch import after_rank_0, attend, end_with_launcher, environment_problem, launch, launched, world
+from hybrid_rl.processes.signals import end_now, listening
+from hybrid_rl.run_folder.files import check_writable
 
 if TYPE_CHECKING:
-    from hybrid_rl.ranks import Ranks
+    from hybrid_rl.processes.ranks import Ranks
 
 
 def main() -> int:
@@ -52,7 +52,7 @@ def _main() -> int:
         return 2
     if launched():
         end_with_launcher()
-        watch.begin()
+        hangs.begin()
     arguments = get_args_parser().parse_intermixed_args()
     sys.argv[1:] = [a for a in sys.argv[1:] if a not in arguments.overrides] + arguments.overrides  # -m may stand anywhere
     only_shows = arguments.help or arguments.hydra_help or arguments.info or arguments.cfg
@@ -67,7 +67,7 @@ def _main() -> int:
                 _check_resume(cast(Config, config))
             _check_output(cast(Config, config))
         if launched() and configs:
-            from hybrid_rl.ranks import join
+            from hybrid_rl.processes.ranks import join
 
             _ranks = join(configs[0].rank_timeout, configs[0].device)
     except ConfigError as error:
@@ -152,12 +152,12 @@ def _job(config: DictConfig) -> None:
     if ranks > 1 and not _ranks:
         _exit_code = launch(ranks, arguments, folder, job.rank_timeout, job.stop_timeout)
         return
-    from hybrid_rl.ranks import Ranks
+    from hybrid_rl.processes.ranks import Ranks
     from hybrid_rl.stages import run
 
     here = _ranks or Ranks()
     if here.world == 1 and not job.dry_run:
-        watch.alone(job.rank_timeout, folder / "stacks", lambda: end_now(1))
+        hangs.alone(job.rank_timeout, folder / "stacks", lambda: end_now(1))
     with listening(job.stop_timeout, speaks=here.main), here.failing():
         _exit_code = run(job, folder, here)
 

@@ -5,7 +5,6 @@ Every rank has one; rank 0's metrics, rollouts and lines are the ones that are w
 
 from __future__ import annotations
 
-import importlib.util
 import random
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -18,26 +17,25 @@ from typing import NoReturn
 import numpy as np
 import torch
 
-from hybrid_rl import checkpoint, stop, watch
-from hybrid_rl.config import Config, Deterministic, EngineKind, LayoutKind, Offload, OptimizerConfig
-from hybrid_rl.console import Console
+from hybrid_rl.config import Config, EngineKind
 from hybrid_rl.data import TaskSets
-from hybrid_rl.doctor import versions
 from hybrid_rl.engine.base import Engine, EngineDied, EngineError
-from hybrid_rl.engine.local import LocalEngine
-from hybrid_rl.engine.sglang import SGLangEngine
+from hybrid_rl.engine.make import choose_engine
 from hybrid_rl.handover import hand_over
-from hybrid_rl.memory import release_cached
-from hybrid_rl.metrics import Metrics
+from hybrid_rl.machine import versions
 from hybrid_rl.policy.critic import Critic
-from hybrid_rl.policy.layout import Layout
+from hybrid_rl.policy.layout import Layout, choose_layout
 from hybrid_rl.policy.model import Policy
+from hybrid_rl.policy.offload import release_cached
 from hybrid_rl.policy.optimizer import Optimizer
-from hybrid_rl.policy.sharding import local
-from hybrid_rl.ranks import Ranks
-from hybrid_rl.rollout.reward import Scorer
-from hybrid_rl.rollout.sample import request_seed
-from hybrid_rl.rollout.store import write_rollouts
+from hybrid_rl.processes import hangs, signals
+from hybrid_rl.processes.ranks import Ranks
+from hybrid_rl.report.console import Console
+from hybrid_rl.rollout.generate import request_seed
+from hybrid_rl.rollout.rewards import Scorer
+from hybrid_rl.run_folder import checkpoint
+from hybrid_rl.run_folder.metrics import Metrics
+from hybrid_rl.run_folder.rollouts import write_rollouts
 from hybrid_rl.types import Group
 
 GOES_ON = "the same command with resume=auto goes on from there"
@@ -113,7 +111,7 @@ class Session:
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
         self.running[name] = time.perf_counter()
-        with watch.phase(name):
+        with hangs.phase(name):
             yield
         self.seconds[name] = self.spent()[name]
         del self.running[name]
@@ -183,79 +181,9 @@ class Session:
 
     def stop_asked(self) -> int:
         """The signal that asked any rank to stop, 0 for none; the same on every rank. Collective."""
-        return self.ranks.largest(stop.asked())
+        return self.ranks.largest(signals.asked())
 
     def stop(self, number: int, where: str) -> NoReturn:
         """End the run, saved as it is. Collective."""
         self.publish_checkpoint()
-        raise stop.Stopped(number, f"{where}; {GOES_ON}")
-
-
-def choose_layout(kind: LayoutKind, device: torch.device) -> Layout:
-    if kind == LayoutKind.auto:
-        return "packed" if device.type == "cuda" else "trees"
-    return kind.value
-
-
-ENGINES = {EngineKind.local: "samples from the policy's memory", EngineKind.sglang: "has its own copy of the weights"}
-
-
-def choose_engine(kind: EngineKind, device: torch.device) -> EngineKind:
-    if kind == EngineKind.auto:
-        return EngineKind.sglang if device.type == "cuda" and importlib.util.find_spec("sglang") else EngineKind.local
-    return kind
-
-
-def make_engine(config: Config, policy: Policy, model_folder: Path) -> Engine:
-    """The configured engine; one with memory of its own begins with the folder's weights. Collective.
-
-    Raises EngineError, on every rank, where it does not start or engine.tensor_parallel does not fit.
-    """
-    chosen, ranks, capacity = config.engine, policy.ranks, config.rollout.max_prompt_tokens + config.rollout.max_tokens
-    width, kind = chosen.tensor_parallel, choose_engine(chosen.kind, policy.device)
-    if width > 1 and kind == EngineKind.local:
-        raise EngineError(f"engine.tensor_parallel={width} is sglang's, and here engine={chosen.kind.value} is local; set it to 1")
-    if ranks.local_world % width:
-        raise EngineError(f"engine.tensor_parallel={width} does not divide the {ranks.local_world} ranks of a node")
-    if kind == EngineKind.local:
-        return LocalEngine(policy.sampler, policy.end_ids(), chosen.slots, capacity, policy.device, policy.dtype)
-    team, on_gpu = ranks.team(width), policy.device.type == "cuda"
-    deterministic = not on_gpu if chosen.deterministic == Deterministic.auto else chosen.deterministic == Deterministic.always
-    return ranks.on_all(
-        lambda: SGLangEngine(
-            model_folder, policy.end_ids(), chosen.slots, capacity, policy.device, policy.dtype, team=team,
-            memory_fraction=chosen.memory_fraction or (what_is_left(config, policy) if on_gpu else 1.0), deterministic=deterministic,
-            timeout=chosen.timeout, start_timeout=chosen.start_timeout, extra=chosen.arguments,
-        )
-    )  # fmt: skip
-
-
-def what_is_left(config: Config, policy: Policy) -> float:
-    """`memory_fraction` of this rank's GPU as it is before the engine and the optimizer are made."""
-    moments = 8 * sum(local(p).numel() for p in policy.trainable.values()) if config.policy.offload == Offload.none else 0
-    release_cached(policy.device)
-    return memory_fraction(torch.cuda.mem_get_info(policy.device)[0], moments + 2 * config.handover.bucket_mib * 2**20)
-
-
-ENGINE_RESERVE = 0.12  # share of the free memory that SGLang needs beside weights and KV cache: activations, CUDA graphs
-
-
-def memory_fraction(free: float, later: float) -> float:
-    """The share of `free` bytes that weights and KV cache may take, where the trainer needs `later` bytes of them while the engine samples.
-
-    Raises EngineError where less than a tenth is left.
-    """
-    left = 1 - ENGINE_RESERVE - later / free
-    if left < 0.1:
-        raise EngineError(
-            f"the engine would have {max(left, 0) * free / 2**30:.1f} GiB of the {free / 2**30:.1f} GiB that are free: the trainer needs "
-            f"{later / 2**30:.1f} GiB; try policy.offload=optimizer, a smaller handover.bucket_mib, more ranks, or set engine.memory_fraction"
-        )
-    return left
-
-
-def make_optimizer(policy: Policy, config: OptimizerConfig, steps: int) -> Optimizer:
-    """Of a stage with `steps` optimizer steps."""
-    settings = policy.settings
-    scaled, offload = policy.dtype == torch.float16, settings.offload != Offload.none
-    return Optimizer(policy.trainable, config, steps, settings.max_bad_steps, scaled=scaled, offload=offload)
+        raise signals.Stopped(number, f"{where}; {GOES_ON}")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from hybrid_rl.bad import BadBatch, as_groups, keep
-from hybrid_rl.console import sft_line
 from hybrid_rl.data.render import demonstration
 from hybrid_rl.data.sampler import Sampler
+from hybrid_rl.policy.optimizer import make_optimizer
 from hybrid_rl.policy.update import imitate
-from hybrid_rl.session import Session, make_optimizer
+from hybrid_rl.report.console import sft_line
+from hybrid_rl.run_folder.bad_batch import BadBatch, as_groups, keep
+from hybrid_rl.session import Session
 from hybrid_rl.types import Rollout
 
 LOG_EVERY = 10  # steps that one line of metrics.jsonl averages over

@@ -20,32 +20,33 @@ from omegaconf import OmegaConf
 from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
-from hybrid_rl import checkpoint
-from hybrid_rl.checkpoint import CheckpointError
 from hybrid_rl.config import Config
-from hybrid_rl.console import Console
 from hybrid_rl.data import DataError, TaskSets, load_task_sets
 from hybrid_rl.data.render import check_prompts, marks_in
-from hybrid_rl.deterministic import make_deterministic
-from hybrid_rl.doctor import cores, machine, versions
 from hybrid_rl.engine.base import KV_CACHE, WEIGHTS, EngineError
+from hybrid_rl.engine.make import ENGINES, make_engine
 from hybrid_rl.evaluate import evaluate
-from hybrid_rl.files import FolderInUse, alone_in, json_text, remove_unfinished, sync_tree, write_json, write_text
 from hybrid_rl.handover import HandoverError, take_back
-from hybrid_rl.launch import after_rank_0
-from hybrid_rl.metrics import Metrics
+from hybrid_rl.machine import cores, machine, versions
 from hybrid_rl.plan import print_plan
 from hybrid_rl.policy import tiny
+from hybrid_rl.policy.deterministic import make_deterministic
 from hybrid_rl.policy.model import ModelError, Policy, pick_device, read_config, read_tokenizer
 from hybrid_rl.policy.optimizer import TrainingDiverged
-from hybrid_rl.ranks import Ranks
+from hybrid_rl.preflight.budget import RoomError, check_room, measure
+from hybrid_rl.processes.launch import after_rank_0
+from hybrid_rl.processes.ranks import Ranks
+from hybrid_rl.processes.signals import Stopped
 from hybrid_rl.report import write_report
+from hybrid_rl.report.console import Console
 from hybrid_rl.rl import train_rl
-from hybrid_rl.rollout.reward import RewardError, Scorer
-from hybrid_rl.room import RoomError, check_room, measure
-from hybrid_rl.session import ENGINES, GOES_ON, Session, make_engine
+from hybrid_rl.rollout.rewards import RewardError, Scorer
+from hybrid_rl.run_folder import checkpoint
+from hybrid_rl.run_folder.checkpoint import CheckpointError
+from hybrid_rl.run_folder.files import FolderInUse, alone_in, json_text, remove_unfinished, sync_tree, write_json, write_text
+from hybrid_rl.run_folder.metrics import Metrics
+from hybrid_rl.session import GOES_ON, Session
 from hybrid_rl.sft import train_sft
-from hybrid_rl.stop import Stopped
 
 # What ends a run with one line instead of a traceback: the line says what to do.
 EXPECTED = (

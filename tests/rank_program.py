@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from unittest.mock import patch
 
-from hybrid_rl import stop, watch
+from hybrid_rl.processes import hangs, signals
 
 DOES = "RANK_PROGRAM_DOES"
 
@@ -46,7 +46,7 @@ def agrees(config, ranks) -> int:
 
 def works(config, ranks) -> int:
     """Until it is asked to stop, with a reward worker as a run has, and a program that takes no notice of anything."""
-    from hybrid_rl.rollout.reward import Scorer
+    from hybrid_rl.rollout.rewards import Scorer
 
     scorer = Scorer(config.reward, 1, 10)
     scorer.check()
@@ -55,11 +55,11 @@ def works(config, ranks) -> int:
     if ranks.main:
         print("at work", flush=True)
     try:
-        with watch.phase("rollout"):
-            while not (number := ranks.largest(stop.asked())):
+        with hangs.phase("rollout"):
+            while not (number := ranks.largest(signals.asked())):
                 ranks.all_gather(ranks.rank)
                 time.sleep(0.01)
-                watch.progress()
+                hangs.progress()
         if ranks.main:
             print("saved", flush=True)
         return 128 + number
@@ -69,7 +69,7 @@ def works(config, ranks) -> int:
 
 def does_not_stop(config, ranks) -> int:
     """As `works`, in a step that takes long."""
-    with patch.object(stop, "asked", lambda: 0):
+    with patch.object(signals, "asked", lambda: 0):
         return works(config, ranks)
 
 
@@ -87,7 +87,7 @@ def main_raises_for_all(config, ranks) -> int:
 
 
 def fails(config, ranks) -> int:
-    from hybrid_rl.launch import after_rank_0
+    from hybrid_rl.processes.launch import after_rank_0
 
     ranks.all_gather(None)
     after_rank_0()
@@ -97,7 +97,7 @@ def fails(config, ranks) -> int:
 
 def begins(config, ranks) -> None:
     """As `works` does: a reward worker, another program, and the word that all are there."""
-    from hybrid_rl.rollout.reward import Scorer
+    from hybrid_rl.rollout.rewards import Scorer
 
     Scorer(config.reward, 1, 10).check()
     subprocess.Popen(["sleep", "100"])
@@ -112,7 +112,7 @@ def hangs_forever() -> None:
 
 def second_hangs(config, ranks) -> int:
     begins(config, ranks)
-    with watch.phase("rollout"):
+    with hangs.phase("rollout"):
         if ranks.rank == 1:
             hangs_forever()
         ranks.all_gather(None)
@@ -128,10 +128,10 @@ def second_hangs_before_any_phase(config, ranks) -> int:
 
 
 def second_is_slow(config, ranks) -> int:
-    with watch.phase("update"):
+    with hangs.phase("update"):
         for _ in range(60 if ranks.rank == 1 else 0):
             time.sleep(0.1)
-            watch.progress()
+            hangs.progress()
         ranks.all_gather(None)
     return agrees(config, ranks)
 
@@ -141,13 +141,13 @@ def each_waits(config, ranks) -> int:
     from torch import distributed
 
     tensor = __import__("torch").zeros(1)
-    with watch.phase("update"), watch.waiting():
+    with hangs.phase("update"), hangs.waiting():
         distributed.recv(tensor, src=1 - ranks.rank)
     return 0
 
 
 def one_hangs(config, ranks) -> int:
     begins(config, ranks)
-    with watch.phase("rollout"):
+    with hangs.phase("rollout"):
         hangs_forever()
     return 0

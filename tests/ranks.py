@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybrid_rl.ranks import Ranks
+from hybrid_rl.processes.ranks import Ranks
 
 TIMEOUT = 60.0  # seconds that a rank waits for the others, and the caller for all of them, where a test does not say more
 

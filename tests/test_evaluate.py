@@ -13,13 +13,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from hybrid_rl.config import Config, EvalConfig, RolloutConfig
-from hybrid_rl.console import Console, eval_line
 from hybrid_rl.data import TaskSets
 from hybrid_rl.engine.local import LocalEngine
 from hybrid_rl.evaluate import evaluate, scores
-from hybrid_rl.metrics import Metrics
 from hybrid_rl.policy.model import Policy
-from hybrid_rl.rollout.reward import Scorer
+from hybrid_rl.report.console import Console, eval_line
+from hybrid_rl.rollout.rewards import Scorer
+from hybrid_rl.run_folder.metrics import Metrics
 from hybrid_rl.session import Session
 from hybrid_rl.types import Group, Rollout, Task
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid_rl import checkpoint
 from hybrid_rl.config import AlgoConfig, KlConfig, KlEstimator, KlPlace, OldLogprobs, Reference
 from hybrid_rl.learner import Learner, needs
 from hybrid_rl.policy.layout import pack
@@ -20,11 +19,12 @@ from hybrid_rl.policy.model import ModelError, Policy
 from hybrid_rl.policy.update import score
 from hybrid_rl.rl import train_rl
 from hybrid_rl.rollout.collector import Batch
-from hybrid_rl.rollout.reward import RewardError
+from hybrid_rl.rollout.rewards import RewardError
+from hybrid_rl.run_folder import checkpoint
 from hybrid_rl.session import Session
 from hybrid_rl.types import Group, Task
+from tests.policy.test_update import Recorder, rollouts
 from tests.test_rl import session
-from tests.test_update import Recorder, rollouts
 
 REWARDS = [1.0, 0.0, 0.25, 0.5, 0.75, 0.0]
 PART = "hybrid_rl.algo"

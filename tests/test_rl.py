@@ -4,15 +4,15 @@ from functools import partial
 
 import torch
 
-from hybrid_rl import checkpoint
 from hybrid_rl.config import Config, EvalConfig, OptimizerConfig, RlConfig, RolloutConfig
-from hybrid_rl.console import Console
 from hybrid_rl.data import TaskSets
 from hybrid_rl.engine.local import LocalEngine
-from hybrid_rl.metrics import Metrics
 from hybrid_rl.policy.model import Policy
+from hybrid_rl.report.console import Console
 from hybrid_rl.rl import train_rl
-from hybrid_rl.rollout.reward import Scorer
+from hybrid_rl.rollout.rewards import Scorer
+from hybrid_rl.run_folder import checkpoint
+from hybrid_rl.run_folder.metrics import Metrics
 from hybrid_rl.session import Session
 from hybrid_rl.types import Task
 

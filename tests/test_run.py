@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hybrid_rl.files import alone_in
-from hybrid_rl.rollout.store import read_rollouts
+from hybrid_rl.run_folder.files import alone_in
+from hybrid_rl.run_folder.rollouts import read_rollouts
 
 SMALL = [
     "+recipe=reverse", "sft.steps=20", "sft.checkpoint_every=8", "rl.steps=6", "rl.checkpoint_every=2", "rl.eval_every=4",

@@ -14,10 +14,10 @@ from hybrid_rl import stages
 from hybrid_rl.config import Config, EngineConfig
 from hybrid_rl.engine.base import Completion, EngineDied, EngineError
 from hybrid_rl.engine.local import LocalEngine
+from hybrid_rl.engine.make import make_engine, memory_fraction
 from hybrid_rl.policy.model import Policy
-from hybrid_rl.ranks import Ranks
+from hybrid_rl.processes.ranks import Ranks
 from hybrid_rl.rl import train_rl
-from hybrid_rl.session import make_engine, memory_fraction
 from tests.ranks import on_ranks
 from tests.test_rl import session
 

@@ -4,7 +4,7 @@ from torch import Tensor
 from hybrid_rl.algo import mean_only
 from hybrid_rl.algo.batch import Scored
 from hybrid_rl.algo.grpo import is_constant
-from hybrid_rl.deterministic import cumsum
+from hybrid_rl.policy.deterministic import cumsum
 
 
 def advantages(batch: Scored, baseline: bool = True) -> Tensor:

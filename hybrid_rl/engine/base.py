@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from hybrid_rl.ranks import Ranks
+from hybrid_rl.processes.ranks import Ranks
 from hybrid_rl.types import FinishReason
 
 KV_CACHE, WEIGHTS = "kv_cache", "weights"  # the tags of sleep and wake

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybrid_rl.attention import Packed
+from hybrid_rl.policy.attention import Packed
 
 
 class KVCache:

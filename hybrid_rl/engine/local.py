@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hybrid_rl import watch
 from hybrid_rl.engine.base import (
     KV_CACHE,
     Completion,
@@ -32,7 +31,8 @@ from hybrid_rl.engine.base import (
 )
 from hybrid_rl.engine.kv_cache import Decode, KVCache, Prefill
 from hybrid_rl.engine.sampling import sample, uniforms
-from hybrid_rl.ranks import Ranks
+from hybrid_rl.processes import hangs
+from hybrid_rl.processes.ranks import Ranks
 from hybrid_rl.types import FinishReason
 
 PREFILL_TOKENS = 8192  # prompt tokens that go through the model in one forward pass
@@ -118,7 +118,7 @@ class LocalEngine:
                 start = time.perf_counter()
                 finished = self._advance(sampling)
                 self.stats.seconds += time.perf_counter() - start
-                watch.progress()
+                hangs.progress()
                 yield from finished
         finally:  # also when the consumer stops early
             if self._rows is rows:  # a generator that is dropped late must not end the one that followed it

@@ -10,16 +10,16 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-from hybrid_rl import watch
 from hybrid_rl.algo.batch import Given
 from hybrid_rl.config import Offload
-from hybrid_rl.memory import Parked
 from hybrid_rl.policy import lora
 from hybrid_rl.policy.layout import Layout, pack
 from hybrid_rl.policy.model import Policy
 from hybrid_rl.policy.numbers import alone, find, finite
+from hybrid_rl.policy.offload import Parked
 from hybrid_rl.policy.optimizer import Optimizer
 from hybrid_rl.policy.sharding import local
+from hybrid_rl.processes import hangs
 from hybrid_rl.types import PackedBatch, Rollout
 
 
@@ -71,7 +71,7 @@ class Critic:
         for row in pack(rollouts, layout, row_tokens, model.ranks):
             row = row.to(model.device)
             values[row.token_index] = model.values(row)
-            watch.progress()
+            hangs.progress()
         model.reshard()
         return model.ranks.sum(values)
 
@@ -110,7 +110,7 @@ class Critic:
             (losses.sum() * (self.optimizer.scale / given.divisor)).backward()
             token_losses[at] = losses.detach()
             clips += clipped.float().sum()
-            watch.progress()
+            hangs.progress()
         return model.ranks.sum(token_losses), float(model.ranks.sum(clips))
 
     def park(self) -> None:

@@ -22,13 +22,13 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from hybrid_rl.attention import ATTENTION_NAME, Packed
 from hybrid_rl.config import Offload, PolicyConfig, Precision
-from hybrid_rl.memory import Parked
 from hybrid_rl.policy import lora
+from hybrid_rl.policy.attention import ATTENTION_NAME, Packed
 from hybrid_rl.policy.logprobs import token_cross_entropy, token_logprobs
+from hybrid_rl.policy.offload import Parked
 from hybrid_rl.policy.sharding import Gathering, local, make_mesh, scatter, shard
-from hybrid_rl.ranks import Ranks
+from hybrid_rl.processes.ranks import Ranks
 from hybrid_rl.types import PackedBatch
 
 LOGIT_CHUNK_ELEMENTS = 64 * 2**20  # logits held at a time: 256 MiB of float32

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybrid_rl.policy.model import Policy
 from hybrid_rl.policy.sharding import local
-from hybrid_rl.ranks import Ranks
+from hybrid_rl.processes.ranks import Ranks
 from hybrid_rl.types import Rollout
 
 GRADIENT = "gradient"

@@ -5,15 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hybrid_rl.config import OptimizerConfig, Schedule
-from hybrid_rl.memory import Parked
+from hybrid_rl.config import Offload, OptimizerConfig, Schedule
 from hybrid_rl.policy.numbers import GRADIENT, Fault
+from hybrid_rl.policy.offload import Parked
 from hybrid_rl.policy.sharding import local
+
+if TYPE_CHECKING:
+    from hybrid_rl.policy.model import Policy
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FIRST_SCALE, SCALE_UP_AFTER = 2.0**16, 400
@@ -165,3 +169,10 @@ class Optimizer:
         if self._parked is not None:
             self._parked.bring_back()
             self._parked = None
+
+
+def make_optimizer(policy: Policy, config: OptimizerConfig, steps: int) -> Optimizer:
+    """Of a stage with `steps` optimizer steps."""
+    settings = policy.settings
+    scaled, offload = policy.dtype == torch.float16, settings.offload != Offload.none
+    return Optimizer(policy.trainable, config, steps, settings.max_bad_steps, scaled=scaled, offload=offload)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 
-from hybrid_rl.attention import grouped_sdpa
+from hybrid_rl.policy.attention import grouped_sdpa
 
 BUCKET = 32  # branches of similar length that are padded to one length and attend together
 

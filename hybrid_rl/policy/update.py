@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybrid_rl import watch
 from hybrid_rl.algo.batch import Given, Tokens
 from hybrid_rl.algo.kl import k3
 from hybrid_rl.algo.mismatch import mismatch_kl
@@ -17,7 +16,8 @@ from hybrid_rl.policy.layout import Layout, pack, sampled_tokens
 from hybrid_rl.policy.model import Policy
 from hybrid_rl.policy.numbers import Fault, alone, find, finite
 from hybrid_rl.policy.optimizer import Optimizer
-from hybrid_rl.ranks import Ranks
+from hybrid_rl.processes import hangs
+from hybrid_rl.processes.ranks import Ranks
 from hybrid_rl.types import Rollout
 
 # per-token losses [M], and named numbers [M] whose means are reported
@@ -101,7 +101,7 @@ def accumulate(
         mismatch = mismatch_kl(logprobs.detach(), tokens.behaviour_logprobs)
         for name, column in ({"loss": losses, "entropy": entropy, "mismatch_kl": mismatch} | statistics).items():
             sums[name] = sums.get(name, 0) + column.detach().sum().float()
-        watch.progress()
+        hangs.progress()
     totals = policy.ranks.sum(torch.stack(list(sums.values())))
     means = dict(zip(sums, (totals / max(1, count)).tolist(), strict=True))
     means["loss"] *= max(1, count) / given.divisor
@@ -116,7 +116,7 @@ def score(policy: Policy, rollouts: Sequence[Rollout], temperature: float, layou
     for row in pack(rollouts, layout, row_tokens, policy.ranks):
         row = row.to(policy.device)
         logprobs[row.token_index] = policy.logprobs(row, temperature)[0]
-        watch.progress()
+        hangs.progress()
     policy.reshard()  # after a forward without a backward, FSDP keeps embeddings and head whole
     return policy.ranks.sum(logprobs)
 
@@ -145,5 +145,5 @@ def demonstrate(
         of_row = policy.cross_entropy(row, label_smoothing)
         (of_row.sum() * (scale / len(losses))).backward()
         losses[row.token_index] = of_row.detach()
-        watch.progress()
+        hangs.progress()
     return policy.ranks.sum(losses)

@@ -66,7 +66,7 @@ def write_report(run_dir: Path, summary: dict[str, Any] | None = None) -> Path:
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    from hybrid_rl.files import atomic_file
+    from hybrid_rl.run_folder.files import atomic_file
 
     run = read_run(Path(run_dir), summary)
     facts, alarms = _facts(run), _alarms(run)

@@ -101,7 +101,7 @@ def _span(text: str) -> str:
 def _read(path: Path) -> list[dict[str, Any]]:
     import pyarrow as pa
 
-    from hybrid_rl.rollout.store import read_rollouts
+    from hybrid_rl.run_folder.rollouts import read_rollouts
 
     try:
         return read_rollouts(path, COLUMNS)

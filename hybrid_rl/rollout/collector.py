@@ -12,9 +12,9 @@ from hybrid_rl.algo.overlong import penalty
 from hybrid_rl.config import AlgoConfig, RolloutConfig
 from hybrid_rl.data.sampler import Sampler
 from hybrid_rl.engine.base import Engine, EngineDied, Sampling
-from hybrid_rl.ranks import Ranks
-from hybrid_rl.rollout.reward import RewardError, Scorer
-from hybrid_rl.rollout.sample import fault_metrics, first_faults, make_group, reward_faults, sample_groups
+from hybrid_rl.processes.ranks import Ranks
+from hybrid_rl.rollout.generate import fault_metrics, first_faults, make_group, reward_faults, sample_groups
+from hybrid_rl.rollout.rewards import RewardError, Scorer
 from hybrid_rl.types import Group, Rollout, Task
 
 

@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from hybrid_rl import stages
-from hybrid_rl.validation import load
+from hybrid_rl.preflight.settings import load
 
 SMALL = [
     "+recipe=reverse", "sft.steps=0", "rl.steps=1", "rollout.batch_size=4", "rollout.group_size=2", "rollout.max_tokens=8", "algo.minibatches=1",

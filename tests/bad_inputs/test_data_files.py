@@ -9,9 +9,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from hybrid_rl import stages
+from hybrid_rl.config import ConfigError
 from hybrid_rl.data import TaskSets
+from hybrid_rl.preflight.settings import load
 from hybrid_rl.types import Task
-from hybrid_rl.validation import ConfigError, load
 
 GOOD = ['{"prompt": "one", "answer": "1"}', '{"prompt": "two", "answer": "2"}']
 MESSAGE = "a message is {'role': 'user', 'content': '…'}"

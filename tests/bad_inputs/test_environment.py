@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_rl.launch import environment_problem
 from hybrid_rl.policy.model import ModelError, pick_device
+from hybrid_rl.processes.launch import environment_problem
 from tests.bad_inputs.conftest import SMALL
 
 LAUNCHER = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

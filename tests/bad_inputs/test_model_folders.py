@@ -8,10 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hybrid_rl import stages
+from hybrid_rl.config import ConfigError
 from hybrid_rl.data.render import prompt_ids
 from hybrid_rl.policy.model import ModelError, Policy, read_tokenizer
+from hybrid_rl.preflight.settings import load
 from hybrid_rl.types import Task
-from hybrid_rl.validation import ConfigError, load
 from tests.bad_inputs.conftest import SMALL
 
 

@@ -15,8 +15,8 @@ from hybrid_rl.data.files import load_tasks
 from hybrid_rl.data.render import check_prompts, completion_text, demonstration, marks_in, prompt_ids
 from hybrid_rl.policy.tiny import CHAT_TEMPLATE, character_tokenizer
 from hybrid_rl.report import write_report
-from hybrid_rl.rollout.reward import Scorer
-from hybrid_rl.rollout.store import read_rollouts, write_rollouts
+from hybrid_rl.rollout.rewards import Scorer
+from hybrid_rl.run_folder.rollouts import read_rollouts, write_rollouts
 from hybrid_rl.types import Group, Rollout, Task
 
 ODD = {

@@ -7,7 +7,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from hybrid_rl import stages
-from hybrid_rl.validation import load
+from hybrid_rl.preflight.settings import load
 from tests.bad_inputs.conftest import SMALL
 
 SAME = ["rollout.max_prompt_tokens=200", "data.max_length=12", "reward._target_=tests.bad_inputs.test_saved_runs.length"]

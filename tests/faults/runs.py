@@ -22,7 +22,7 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
-from hybrid_rl.rollout.store import read_rollouts
+from hybrid_rl.run_folder.rollouts import read_rollouts
 from tests.faults.moments import Moment, Watch
 
 # all that a checkpoint must hold: a critic, a frozen reference whose coefficient adapts, generators in use, the best evaluation
@@ -96,7 +96,7 @@ def _run(folder: Path, log: Path, leader: int, environment: dict[str, str], argu
     sys.stdout = os.fdopen(1, "w", buffering=1)
     sys.argv = ["hybrid_rl.run", *arguments]
     torch.set_num_threads(1)
-    from hybrid_rl import ranks
+    from hybrid_rl.processes import ranks
     from hybrid_rl.run import main
 
     watch = Watch(moment)

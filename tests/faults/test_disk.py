@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_rl import checkpoint
-from hybrid_rl.files import write_json
+from hybrid_rl.run_folder import checkpoint
+from hybrid_rl.run_folder.files import write_json
 from tests.faults.moments import Moment
 from tests.faults.runs import assert_same, copied, folder_of, metrics, run
 

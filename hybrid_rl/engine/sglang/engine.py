@@ -1,0 +1,387 @@
+"""SGLang as the engine: its own process and memory, to which a handover copies the weights.
+
+The process is `hybrid_rl.engine.sglang.host`. What SGLang would take without a word or die of (unknown names, wrong shapes, ids outside
+the vocabulary, memory given back under running requests) is refused here, before it is asked.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybrid_rl.engine.base import (
+    KV_CACHE,
+    WEIGHTS,
+    Completion,
+    EngineDied,
+    EngineError,
+    EngineStats,
+    Request,
+    Sampling,
+    append_version,
+    check_request,
+    known_tags,
+)
+from hybrid_rl.engine.sglang.process import HostProcess
+from hybrid_rl.engine.sglang.weights import Checkpoint, payload
+from hybrid_rl.processes import hangs
+from hybrid_rl.processes.ranks import Ranks
+
+FRESH = "the engine is new; hand its weights over with update_weights() first"
+SLEPT = "the weights were given back; hand them over with update_weights() first"
+NEARLY = 0.9  # of the bytes by arithmetic: allocators round
+UNFINISHED = "the last weight update did not finish; hand the weights over again"
+
+
+class _Run:
+    """Requests under way: those without an answer yet, and the completions that wait to be asked for."""
+
+    def __init__(self, requests: Sequence[Request], number: int = 0, max_tokens: int = 0):
+        self.number, self.max_tokens, self.clock = number, max_tokens, time.perf_counter()
+        self.open = dict(enumerate(requests))  # by position
+        self.finished: list[Completion] = []
+        self.aborted: list[Completion] = []
+
+
+class SGLangEngine:
+    """`slots` completions at a time, each of at most `capacity` tokens, prompt included; the model is read from `folder`.
+
+    The ranks of a `team` make one engine with tensor parallelism: its first rank has SGLang's process, which computes on the devices of
+    all of them. The cache holds `slots` full completions; on a GPU fewer where weights and cache would take more than `memory_fraction` of
+    what is free. Without `deterministic` a request's tokens depend on what else runs, and its seed on nothing: samples differ all the
+    same. `timeout` s without an answer or progress is death. `extra` are more arguments of `sglang.Engine`, and win.
+    Raises EngineError where SGLang is missing or has not started within `start_timeout` s.
+    """
+
+    def __init__(
+        self, folder: str | Path, end_ids: frozenset[int], slots: int, capacity: int, device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32, *, team: Ranks | None = None, memory_fraction: float = 0.5, deterministic: bool = True,
+        timeout: float = 300.0, start_timeout: float = 1800.0, extra: Mapping[str, Any] | None = None,
+    ):  # fmt: skip
+        if importlib.util.find_spec("sglang") is None:
+            raise EngineError("engine=sglang needs SGLang, which is not installed; pip install 'hybrid_rl[sglang]', or engine=local")
+        self.slots, self.capacity, self.dtype, self.team = slots, capacity, dtype, team or Ranks()
+        self.version = -1
+        self.stats = EngineStats()
+        self._device, self._ends = torch.device(device), sorted(end_ids)
+        self._limits = (start_timeout, timeout)
+        self._checkpoint = Checkpoint.read(Path(folder))
+        self._arguments = self._defaults(str(folder), memory_fraction, deterministic) | dict(extra or {})
+        self._share_key()
+        self._host: HostProcess | None = None  # of the first rank of a team alone
+        self._broken: EngineError | None = None
+        self._start()
+
+    def _defaults(self, folder: str, memory_fraction: float, deterministic: bool) -> dict[str, Any]:
+        arguments: dict[str, Any] = {
+            "model_path": folder, "dtype": str(self.dtype).removeprefix("torch."), "skip_tokenizer_init": True, "random_seed": 0,
+            "max_running_requests": self.slots, "enable_memory_saver": True, "enable_deterministic_inference": deterministic,
+            "weight_version": "-1", "log_level": "error", "tp_size": self.team.world,
+            "sleep_on_idle": True,  # or its loop keeps a core busy while we train
+            "json_model_override_args": json.dumps({"eos_token_id": self._ends}), "device": self._device.type,
+            "max_total_tokens": (self.slots + 1) * self.capacity + 64,  # on a GPU fewer where memory_fraction has no room for them
+        }  # fmt: skip
+        if self._device.type == "cpu":
+            return arguments | {"attention_backend": "torch_native", "sampling_backend": "pytorch", "disable_cuda_graph": True}
+        return arguments | {"mem_fraction_static": memory_fraction, "base_gpu_id": self._device.index or 0}
+
+    def _share_key(self) -> None:
+        """Tensors in the host's memory are shared by those who know one key; SGLang's processes get that of the team's first rank."""
+        if self.team.world > 1:
+            multiprocessing.current_process().authkey = self.team.from_main(lambda: bytes(multiprocessing.current_process().authkey))
+
+    def _start(self) -> None:
+        self._asleep: set[str] = set()
+        self._filters: tuple[bool, int, float] | None = None  # of the run before
+        self._run = _Run([])
+        facts = self.team.from_main(self._new_host)
+        if self.capacity > facts["input"]:
+            self.close()
+            room = facts["input"]
+            raise EngineError(f"completions of {self.capacity} tokens, prompt included: SGLang has room for {room}, by model or memory")
+        self.stats.peak_kv_bytes = self._checkpoint.kv_bytes(facts["tokens"], self.dtype)
+
+    def _new_host(self) -> dict[str, Any]:
+        self._host = HostProcess(self._arguments, *self._limits)
+        return self._host.facts
+
+    def restart(self) -> None:
+        if self._died:
+            self._start()
+            self.version, self._broken = -1, EngineError(FRESH)  # what the folder holds is older than the policy
+
+    @property
+    def _died(self) -> bool:
+        """Whether the process of the team is dead."""
+        return self.team.from_main(lambda: self._host is None or self._host.dead)
+
+    # ---- sampling -------------------------------------------------------------------------------------------------------
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
+        if self._asleep or self._broken:
+            raise self._broken or EngineError(f"generate() while {sorted(self._asleep)} sleep; wake() them first")
+        if requests and not self.team.main:
+            raise EngineError("generate() on a rank whose engine another rank asks")
+        self._idle("generate()")
+        for request in requests:
+            self._check(request, sampling)
+        self._run = _Run(requests, self._run.number + 1, sampling.max_tokens)
+        if requests:
+            self._change_filters((sampling.temperature == 0, sampling.top_k, sampling.top_p))
+            items = [(i, [*r.prompt_ids, *r.sampled_ids], self._parameters(r, sampling)) for i, r in self._run.open.items()]
+            self._ask("generate", self._run.number, items, self._prefixes(items))
+        return self._drain(self._run)
+
+    def _prefixes(self, items: Sequence[tuple[int, list[int], dict[str, Any]]]) -> list[tuple[list[int], dict[str, Any], list[int]]]:
+        """The prompts of several requests, for the parameters of the first of them, and their positions."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for position, request in self._run.open.items():
+            groups.setdefault(tuple(request.prompt_ids), []).append(position)
+        shared = ((prompt, positions) for prompt, positions in groups.items() if len(positions) > 1 < len(prompt))
+        return [(list(prompt), items[positions[0]][2], positions) for prompt, positions in shared]
+
+    def _change_filters(self, filters: tuple[bool, int, float]) -> None:
+        """A batch that once held a greedy or filtered row draws from sorted probabilities as long as it lives, and the same seed then
+        gives other tokens: new requests must not join it."""
+        before, self._filters = self._filters, filters
+        if before not in (None, filters):
+            try:
+                self._own.call("flush")
+            except EngineDied as error:
+                raise self._lost(error) from None
+
+    def _drain(self, run: _Run) -> Iterator[Completion]:
+        try:
+            while self._run is run and (run.open or run.finished):
+                if not run.finished or (run.open and self._own.waits()):  # a batch of answers at a time
+                    self._next(run)
+                else:
+                    yield run.finished.pop(0)
+        finally:  # also when the consumer stops early
+            if self._run is run and not self._broken:
+                self.abort()
+                run.finished.clear()
+
+    def abort(self) -> list[Completion]:
+        run = self._run
+        if run.open:
+            self._ask("abort", run.number)
+            while self._next(run):
+                pass
+        aborted, run.aborted = run.aborted, []
+        return aborted
+
+    def _next(self, run: _Run) -> bool:
+        """Take in one message of a run; returns False at its end by abort."""
+        try:
+            kind, number, *rest = self._own.receive()
+        except EngineDied as error:
+            raise self._lost(error) from None
+        hangs.progress()
+        if kind == "computed":
+            self.stats.computed_prompt_tokens += rest[0]
+        if number != run.number or kind in ("progress", "computed"):  # of a run that ended in an error
+            return True
+        if kind == "aborted":
+            return False
+        before, run.clock = run.clock, time.perf_counter()
+        self.stats.seconds += run.clock - before
+        request = run.open.pop(rest[0])
+        if kind == "refused":
+            run.open.clear()
+            self._ask("abort", number)
+            raise EngineError(f"SGLang refused request {request.id}: {rest[1]}")
+        _, ids, logprobs, facts = rest
+        completion = self._completion(request, ids, logprobs, facts, run.max_tokens)
+        (run.aborted if completion.finish_reason == "abort" else run.finished).append(completion)
+        return True
+
+    def _completion(
+        self, request: Request, ids: list[int], logprobs: list[float], facts: dict[str, Any], max_tokens: int
+    ) -> Completion:  # fmt: skip
+        prompt = facts.get("prompt_tokens", 0)
+        self.stats.sampled_tokens += len(ids)
+        self.stats.prompt_tokens += prompt
+        self.stats.computed_prompt_tokens += prompt - facts.get("cached_tokens", 0)
+        if len(ids) != len(logprobs):
+            raise EngineError(f"request {request.id}: SGLang gave {len(ids)} tokens and {len(logprobs)} log-probabilities")
+        versions = list(request.versions)
+        for span in facts.get("weight_versions") or ():
+            versions = append_version(versions, int(span["version"]), span["end"] - span["start"])
+        whole, reason = [*request.sampled_ids, *ids], facts["finish_reason"]["type"]
+        if reason == "abort" and ids and (ids[-1] in self._ends or len(whole) >= max_tokens):  # it ended in the very step of the abort
+            reason = "stop" if ids[-1] in self._ends else "length"
+        return Completion(request.id, whole, [*request.sampled_logprobs, *logprobs], versions, reason)
+
+    def _parameters(self, request: Request, sampling: Sampling) -> dict[str, Any]:
+        return {
+            "temperature": sampling.temperature, "top_k": sampling.top_k or -1, "top_p": sampling.top_p, "stop_token_ids": self._ends,
+            "max_new_tokens": sampling.max_tokens - len(request.sampled_ids), "sampling_seed": request.seed % 2**63,
+        }  # fmt: skip
+
+    def _check(self, request: Request, sampling: Sampling) -> None:
+        check_request(request, sampling, self.capacity)
+        ids = (*request.prompt_ids, *request.sampled_ids)
+        if not 0 <= min(ids) <= max(ids) < self._checkpoint.vocabulary:
+            raise EngineError(
+                f"request {request.id} has an id outside the vocabulary of {self._checkpoint.vocabulary}: {min(ids)} … {max(ids)}"
+            )
+
+    def _idle(self, what: str) -> None:
+        if self._run.open:
+            raise EngineError(f"{what} while requests are running; exhaust generate() or abort() first")
+
+    # ---- memory ---------------------------------------------------------------------------------------------------------
+
+    def sleep(self, tags: Iterable[str] = (KV_CACHE,)) -> int:
+        """What the weights were is gone: after they slept, generate() wants an update_weights() first."""
+        wanted = known_tags(tags)
+        self._idle("sleep()")
+        if not (wanted := wanted - self._asleep):
+            return 0
+        before = self.team.on_all(self._used)  # no rank's memory goes before all have looked
+        self._call("release", sorted(wanted))
+        self._asleep |= wanted
+        if WEIGHTS in wanted:
+            self._broken = EngineError(SLEPT)
+        return given_back(self._used, before, self._owed(wanted), self._limits[1])
+
+    def wake(self, tags: Iterable[str] = (KV_CACHE,)) -> None:
+        wanted = known_tags(tags) & self._asleep
+        for tag in sorted(wanted, reverse=True):  # the weights first
+            self._call("resume", [tag])
+            self._asleep.discard(tag)
+
+    def _owed(self, tags: set[str]) -> int:
+        """Bytes that must come free on this rank's GPU. On the CPU pages that were never written take none, so nothing can be asked for;
+        nor of types of SGLang's own choosing."""
+        if self._device.type == "cpu" or self._arguments.keys() & {"kv_cache_dtype", "quantization"}:
+            return 0
+        whole = {KV_CACHE: self.stats.peak_kv_bytes, WEIGHTS: self._checkpoint.weight_bytes(self.dtype)}
+        return sum(whole[tag] for tag in tags) // self.team.world
+
+    def _used(self) -> int:
+        """Bytes of this rank's device in use; on the CPU those of SGLang's processes."""
+        if self._device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self._device)
+            return total - free
+        return self._host.resident() if self._host else 0
+
+    def close(self) -> None:
+        self._run = _Run([], self._run.number)
+        self._broken = EngineError("the engine is closed")
+        if self._host:
+            self._host.close()
+
+    # ---- weights --------------------------------------------------------------------------------------------------------
+
+    def shares(self, module: nn.Module) -> bool:
+        return False
+
+    def set_version(self, version: int) -> None:
+        self._idle("a new version")
+        self._call("version", version)
+        self.version = version
+
+    def update_weights(self, buckets: Iterable[dict[str, Tensor]], version: int) -> None:
+        self._idle("new weights")
+        if WEIGHTS in self._asleep:
+            raise EngineError("update_weights() while the weights sleep; wake() them first")
+        missing = set(self._checkpoint.shapes)
+        self._broken = EngineError(UNFINISHED)
+        self._call("begin")
+        try:
+            for names, payloads in self._payloads(buckets):
+                self._call("load", payloads)  # read by all of SGLang's ranks when this returns
+                missing -= names
+            if missing:
+                absent = ", ".join(sorted(missing)[:3])
+                raise EngineError(f"update_weights: no new value for {absent}{' …' if len(missing) > 3 else ''}")
+        except EngineDied:
+            raise
+        except Exception:
+            self._call("end")
+            raise
+        self._call("end")
+        self.set_version(version)
+        self._broken = None
+
+    def _payloads(self, buckets: Iterable[dict[str, Tensor]]) -> Iterator[tuple[set[str], list[bytes]]]:
+        """For each bucket the checkpoint's names, and where its copies lie on the devices of the whole team. An error of one rank is one of all."""
+        walk = iter(buckets)
+
+        def next_one() -> tuple[set[str], bytes] | None:
+            for bucket in walk:
+                if named := [(self._checkpoint.own_name(name, tensor), tensor) for name, tensor in bucket.items()]:
+                    return {name for name, _ in named}, payload(named, self._device, self.dtype)
+            return None
+
+        while (made := self.team.on_all(next_one)) is not None:
+            yield made[0], self.team.all_gather(made[1])
+
+    def weights(self) -> dict[str, Tensor]:
+        """Read back through a file, by the checkpoint's names. Raises EngineError for one that SGLang stores in another form."""
+        if WEIGHTS in self._asleep:
+            raise EngineError("weights() while they sleep; wake() them first")
+
+        def read() -> dict[str, Tensor]:
+            with tempfile.TemporaryDirectory() as folder:
+                self._own.call("save", folder, limit=self._limits[0])  # the disk's time, not the engine's
+                return self._checkpoint.whole(Path(folder))
+
+        held: list[dict[str, Tensor]] = []
+        self._together(lambda: held.append(read()))
+        return held[0] if held else {}
+
+    # ---- the other process ----------------------------------------------------------------------------------------------
+
+    @property
+    def _own(self) -> HostProcess:
+        assert self._host is not None  # a rank that only follows asks nothing
+        return self._host
+
+    def _call(self, operation: str, *arguments: object) -> None:
+        self._together(lambda: self._own.call(operation, *arguments))
+
+    def _together(self, function: Callable[[], None]) -> None:
+        """The team's first rank calls `function`, and the others wait for it."""
+        try:
+            self.team.from_main(function)
+        except EngineDied as error:
+            raise self._lost(error) from None
+
+    def _ask(self, *message: object) -> None:
+        try:
+            self._own.tell(*message)
+        except EngineDied as error:
+            raise self._lost(error) from None
+
+    def _lost(self, error: EngineDied) -> EngineDied:
+        self._run = _Run([], self._run.number)
+        self._broken = error
+        return error
+
+
+def given_back(used: Callable[[], int], before: int, owed: int, limit: float) -> int:
+    """Wait until `used()` is less than `before` by nearly `owed` bytes, and return by how many. SGLang may answer before memory is free.
+
+    Raises EngineError after `limit` s: the trainer would run out of memory, far from the cause.
+    """
+    deadline = time.monotonic() + limit
+    while (freed := before - used()) < NEARLY * owed:
+        if time.monotonic() > deadline:
+            raise EngineError(
+                f"SGLang said that it had given back {owed / 2**30:.2f} GiB, and {max(freed, 0) / 2**30:.2f} GiB have come free within "
+                f"engine.timeout={limit:g} s"
+            )
+        time.sleep(0.005)
+    return max(freed, 0)

@@ -1,0 +1,185 @@
+"""The trainer's side of SGLang's process: it is started, spoken to, never waited for without a limit, and ended with all it started."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from hybrid_rl.engine.base import EngineDied, EngineError
+
+LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")  # ours, not the engine's
+TAIL = 20  # lines of its log that an error repeats
+CAUSE = re.compile(r"[\w.]*(Error|Exception|Exit)\b.*")  # the last line of a traceback
+
+
+class HostProcess:
+    """`hybrid_rl.engine.sglang.host` with an engine of these arguments.
+
+    `facts` is what it said when it was ready. Raises EngineError, with the end of its log, where it does not get there within
+    `start_timeout` s. Later an answer or a sign of progress must come every `timeout` s: a process that is silent for longer is
+    killed with all its children, and like one that ended by itself raises EngineDied.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any], start_timeout: float, timeout: float):
+        self.timeout = timeout
+        self._dead: EngineError | None = None
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the process
+        self._process, self.connection = _start(dict(arguments), self._log.fileno(), max(timeout, 1.0))
+        self._family: list[psutil.Process] = []
+        self._leaves: list[str] = []  # files that SGLang does not remove
+        self._end = weakref.finalize(self, _end, self._process, self.connection, self._family, self._leaves)  # also at exit
+        kind, self.facts = self._first(start_timeout)
+        if kind != "ready":
+            self.close()
+            raise EngineError(f"SGLang did not start: {self.facts}{self._tail()}")
+        self._leaves += self.facts["leaves"]
+        self._family += psutil.Process(self._process.pid).children(recursive=True)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def family(self) -> list[psutil.Process]:
+        """SGLang's own processes: those that hold weights and KV cache are among them."""
+        return list(self._family)
+
+    def _first(self, limit: float) -> Any:
+        try:
+            return self.receive(limit)
+        except EngineDied as error:
+            said = str(error).replace("engine.timeout", "engine.start_timeout")
+            raise EngineError(f"SGLang did not start: {said}") from None
+
+    def tell(self, *message: object) -> None:
+        self._alive()
+        try:
+            self.connection.send(message)
+        except BlockingIOError:
+            raise self._hangs(self.timeout) from None
+        except OSError:
+            raise self._ended() from None
+
+    def receive(self, limit: float | None = None) -> Any:
+        """The next message, ("progress", …) included."""
+        self._alive()
+        limit = self.timeout if limit is None else limit
+        try:
+            if not self.connection.poll(limit):
+                raise self._hangs(limit)
+            return self.connection.recv()
+        except BlockingIOError:  # it stopped in the middle of a message
+            raise self._hangs(self.timeout) from None
+        except (EOFError, OSError):
+            raise self._ended() from None
+
+    def waits(self) -> bool:
+        """Whether a message is there."""
+        with suppress(OSError):
+            return self.connection.poll(0)
+        return True  # that it has ended, which receive() will say
+
+    def call(self, operation: str, *arguments: object, limit: float | None = None) -> None:
+        """`limit` s instead of `timeout` for what is slow by nature."""
+        self.tell(operation, *arguments)
+        while (answer := self.receive(limit))[0] not in ("done", "failed"):  # of a run that ended in an error
+            pass
+        kind, value = answer
+        if kind == "failed":
+            raise EngineError(f"SGLang answered: {value}")
+
+    def resident(self) -> int:
+        """Bytes that its processes hold in memory."""
+        with suppress(psutil.NoSuchProcess):  # the next call will say so
+            return sum(child.memory_info().rss for child in psutil.Process(self._process.pid).children(recursive=True))
+        return 0
+
+    @property
+    def dead(self) -> bool:
+        """Whether it was found dead; closed is not dead."""
+        return isinstance(self._dead, EngineDied)
+
+    def close(self) -> None:
+        self._dead = EngineError("the engine is closed")
+        self._end()
+
+    # ---- the end ---------------------------------------------------------------------------------------------------------
+
+    def _alive(self) -> None:
+        if self._dead:
+            raise self._dead
+
+    def _hangs(self, limit: float) -> EngineDied:
+        return self._died(f"SGLang has neither answered nor made progress for {limit:g} s (engine.timeout), and was ended")
+
+    def _ended(self) -> EngineDied:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(10)
+        return self._died(f"SGLang's process has ended with code {self._process.poll()}")
+
+    def _died(self, how: str) -> EngineDied:
+        _kill(self._process, self._family)
+        self._dead = EngineDied(how + self._tail())
+        self._end()
+        return self._dead
+
+    def _tail(self) -> str:
+        """What its log says of the cause, in the same line, and then how it ends."""
+        self._log.seek(0)
+        lines = self._log.read().decode(errors="replace").strip().splitlines()
+        cause = next((f": {line}" for line in reversed(lines) if CAUSE.match(line)), "")
+        return f"{cause}. Its last lines:\n" + "\n".join(lines[-TAIL:]) if lines else "; it said nothing"
+
+
+def _start(arguments: dict[str, Any], log: int, timeout: float) -> tuple[subprocess.Popen[bytes], Connection]:
+    """In a session of its own: a Ctrl-C here is for us to deal with."""
+    ours, theirs = socket.socketpair()
+    limit = struct.pack("ll", int(timeout), int(timeout % 1 * 1e6))
+    for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # in the middle of a message too
+        ours.setsockopt(socket.SOL_SOCKET, option, limit)
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHERS and not name.startswith("TORCHELASTIC")}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in (str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH")) if path)
+    command = [sys.executable, "-m", "hybrid_rl.engine.sglang.host", str(theirs.fileno())]
+    with theirs:
+        process = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+    connection = Connection(ours.detach())
+    connection.send((bytes(multiprocessing.current_process().authkey), arguments))
+    return process, connection
+
+
+def _kill(process: subprocess.Popen[bytes], family: Iterable[psutil.Process]) -> None:
+    """The process and everything it started, stopped ones too; their memory is free when this returns."""
+    found = list(family)
+    with suppress(psutil.NoSuchProcess):
+        found += psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    for child in found:
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
+    process.wait()
+    psutil.wait_procs(found, timeout=10)
+
+
+def _end(process: subprocess.Popen[bytes], connection: Connection, family: list[psutil.Process], leaves: list[str]) -> None:
+    connection.close()  # which it takes as the end
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(30)
+    _kill(process, family)
+    for path in leaves:
+        Path(path).unlink(missing_ok=True)

@@ -1,0 +1,170 @@
+"""How much memory and disk a run takes, by arithmetic; a machine that cannot have it is told before the model loads."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from hybrid_rl.config import Config, EngineKind, Offload, Reference
+from hybrid_rl.engine.make import choose_engine
+from hybrid_rl.learner import needs
+from hybrid_rl.policy import lora
+from hybrid_rl.policy.model import LOGIT_CHUNK_ELEMENTS, ModelError, compute_dtype, read_config, reason
+from hybrid_rl.processes.ranks import Ranks
+
+GUESSED = ("KV cache", "activations", "logits")  # rules of thumb, or smaller where there is less room
+
+
+class RoomError(RuntimeError):
+    """The machine has less memory, or the disk less room, than the run must have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Numbers of parameters: the policy's, those of it that are trained, and of each model beside it (reference, teacher, critic)."""
+
+    model: PreTrainedConfig
+    parameters: int
+    trainable: int
+    beside: dict[str, int]
+
+
+def measure(config: Config, folder: str | Path) -> Sizes:
+    """Without memory for any parameter. Raises ModelError for a bad folder."""
+    model = _empty("model.path", str(folder))
+    parameters = sum(p.numel() for p in model.parameters())
+    try:
+        lora.inject(model, config.policy.lora)
+    except ValueError as error:
+        raise ModelError(str(error)) from error
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return Sizes(model.config, parameters, trainable, models_beside(config, parameters))
+
+
+def check_room(config: Config, sizes: Sizes, device: torch.device, ranks: Ranks, folder: Path) -> None:
+    """Raises RoomError where what is certain of a phase's memory is more than is free, or the disk under `folder` has too little room."""
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory() / ranks.local_world
+    certain = {
+        phase: {name: gib for name, gib in items.items() if name not in GUESSED and gib}
+        for phase, items in memory_by_phase(config, sizes, device, ranks).items()
+    }
+    if not config.sft.steps and not config.rl.steps:  # evaluations alone
+        certain = {"sampling": {name: gib for name, gib in certain["sampling"].items() if name != "Adam moments"}}
+    phase, items = max(certain.items(), key=lambda found: sum(found[1].values()))
+    if sum(items.values()) > free / 2**30:
+        what = ", ".join(f"{name} {gib:.1f}" for name, gib in items.items())
+        offload = ", or policy.offload=optimizer" if phase == "sampling" else ""
+        raise RoomError(
+            f"{phase} takes at least {sum(items.values()):.1f} GiB a rank ({what}), and {free / 2**30:.1f} GiB are free; "
+            f"a smaller model, more ranks, policy.lora.rank=16{offload} (docs/memory.md)"
+        )
+    there = next(f for f in (folder, *folder.absolute().parents) if f.is_dir())
+    old = sum(f.stat().st_size for f in folder.glob("checkpoints/**/*") if f.is_file())
+    missing, left = disk_bytes(config, sizes) - old, shutil.disk_usage(there).free
+    if missing > left:
+        raise RoomError(
+            f"checkpoints and the exported model take {missing / 2**30:.1f} GiB, and {left / 2**30:.1f} GiB are free in {there}; make room, "
+            f"choose another disk with output_dir, or keep fewer than rl.keep_checkpoints={config.rl.keep_checkpoints}"
+        )
+
+
+def free_memory() -> int:
+    """Bytes that this machine can still give, and no more than the container that it may be is allowed."""
+    free = psutil.virtual_memory().available
+    try:
+        return min(free, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    except (OSError, ValueError):  # no container, or one without a limit
+        return free
+
+
+def disk_bytes(config: Config, sizes: Sizes) -> int:
+    """Of the most checkpoints that lie there at a time, float32 with moments, the frozen reference and the exported models; without rollouts."""
+    rl, sft, trained = config.rl, config.sft, sizes.trainable + sizes.beside.get("critic", 0)
+    kept = rl.keep_checkpoints + 1  # an old one goes when the next is complete
+    in_sft = math.ceil(sft.steps / sft.checkpoint_every) if sft.checkpoint_every else 0
+    in_rl = math.ceil(rl.steps / rl.checkpoint_every)
+    # 12 bytes with moments; RL's beginning, between the two, has none: 4
+    most = 12 * kept if max(in_sft, in_rl) >= kept else 12 * min(in_sft + in_rl, kept - 1) + 4
+    most += 12 * rl.keep_best
+    reference = sizes.trainable if config.algo.reference == Reference.frozen else 0
+    return most * trained + 4 * (reference + sizes.parameters * (1 + (config.model.path is None)))
+
+
+def models_beside(config: Config, parameters: int) -> dict[str, int]:
+    """Parameters of each model that `algo` wants beside the policy, which has `parameters`. Raises ModelError for a bad folder."""
+    algo, wanted = config.algo, needs(config.algo.advantage)
+    found: dict[str, int] = {}
+    if algo.reference == Reference.frozen:
+        found["reference"] = parameters
+    if "teacher_logprobs" in wanted and algo.teacher:
+        found["teacher"] = sum(p.numel() for p in _empty("algo.teacher", algo.teacher).parameters())
+    if "values" in wanted:
+        path = algo.critic.path
+        found["critic"] = sum(p.numel() for p in _empty("algo.critic.path", path).parameters()) if path else parameters
+    return found
+
+
+def _empty(setting: str, folder: str) -> PreTrainedModel:
+    """The folder's model without memory for its parameters."""
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(read_config(folder), trust_remote_code=False)
+    except ModelError as error:
+        raise ModelError(str(error).replace("model.path=", f"{setting}=")) from error
+    except ValueError as error:  # a configuration of something that is no causal LM
+        raise ModelError(f"{setting}={folder} cannot be loaded: {reason(error)}") from error
+
+
+def memory_by_phase(config: Config, sizes: Sizes, device: torch.device, ranks: Ranks) -> dict[str, dict[str, float]]:
+    """GiB that one rank holds in each phase, by arithmetic and not measurement (docs/memory.md has the table).
+
+    Of reference, teacher and critic one is idle while another computes, and on a GPU on the host then, but for the critic, which keeps its
+    place while the policy learns. Activations are a rule of thumb: 34 values a token and hidden unit in each layer, or one where they are computed again.
+    """
+    text, policy, parameters, trainable = sizes.model.get_text_config(), config.policy, sizes.parameters, sizes.trainable
+    dtype = compute_dtype(policy.dtype, device)
+    size, sharded = dtype.itemsize, ranks.world > 1 or dtype != torch.float32
+    share = (policy.shard or ranks.local_world) if sharded else 1
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    kv_tokens = config.engine.slots * (config.rollout.max_prompt_tokens + config.rollout.max_tokens)
+    embeddings = text.vocab_size * text.hidden_size  # with the head the largest unit of FSDP, and whole during the whole backward
+    layer, row = (parameters - embeddings) / text.num_hidden_layers, policy.row_tokens
+    kept, again = (1, 34) if policy.activation_checkpointing else (34, 0)
+    activations = (kept * text.num_hidden_layers + again) * text.hidden_size * row * size
+    stays = lambda what: 0 if policy.offload in what else 1  # noqa: E731
+    critic, scorers = sizes.beside.get("critic", 0), {name: count for name, count in sizes.beside.items() if name != "critic"}
+    critic_stays = stays([Offload.all]) if ranks.world > 1 else 1
+    on_gpu = device.type == "cuda"
+    of_sglang = choose_engine(config.engine.kind, device) == EngineKind.sglang
+    team = config.engine.tensor_parallel if of_sglang else 1
+    in_bytes = {
+        "sampling": {
+            "parameters": 4 * parameters / share * (stays([Offload.all]) if sharded else 1),
+            "whole weights": size * parameters / team if sharded or of_sglang else 0,
+            "Adam moments": 8 * trainable / share * stays([Offload.optimizer, Offload.all]),
+            "critic": (4 * critic_stays + 8 * stays([Offload.optimizer, Offload.all])) * critic / share * (not on_gpu),
+            "KV cache": 2 * text.num_hidden_layers * kv_heads * head_dim * kv_tokens * size,
+        },
+        "training": {
+            "parameters": 4 * parameters / share,
+            "units whole": size * (embeddings + 2 * layer) if sharded else 0,
+            **({} if on_gpu else {name: 4 * count / share for name, count in scorers.items()}),
+            "critic": 12 * critic / share,
+            "gradients": 4 * max(trainable, critic) / share,  # one after the other
+            "Adam moments": 8 * trainable / share,
+            "activations": activations,
+            "logits": 3 * 4 * min(LOGIT_CHUNK_ELEMENTS, row * text.vocab_size),
+        },
+    }
+    if scorers and on_gpu:  # one at a time, before there are gradients
+        name, count = max(scorers.items(), key=lambda item: item[1])
+        there = {key: value for key, value in in_bytes["training"].items() if key not in ("gradients", "activations")}
+        in_bytes["scoring"] = there | {name: 4 * count / share}
+    return {phase: {name: value / 2**30 for name, value in items.items()} for phase, items in in_bytes.items()}

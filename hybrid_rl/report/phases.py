@@ -1,0 +1,52 @@
+"""Phases of a step: how long each took, and the memory in use before and after it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
+import torch
+
+from hybrid_rl.processes import hangs
+
+
+def used_gib(device: torch.device) -> float:
+    """Memory in use: the device's allocations on a GPU, this process's resident set on the CPU."""
+    used = torch.cuda.memory_allocated(device) if device.type == "cuda" else psutil.Process().memory_info().rss
+    return used / 2**30
+
+
+class Phases:
+    """`with phases("update"):` records `seconds["update"]` and `memory["update"]`, the GiB in use before and after."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.seconds: dict[str, float] = {}
+        self.memory: dict[str, tuple[float, float]] = {}
+        self._peak = 0.0
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        before, start = used_gib(self.device), time.perf_counter()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        try:
+            with hangs.phase(name):
+                yield
+        finally:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+                self._peak = max(self._peak, torch.cuda.max_memory_allocated(self.device) / 2**30)
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+            self.memory[name] = (before, used_gib(self.device))
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def peak_gib(self) -> float:
+        """The most that was held: within phases on a GPU, at their ends on the CPU."""
+        return max(self._peak, *(gib for pair in self.memory.values() for gib in pair))

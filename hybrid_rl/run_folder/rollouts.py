@@ -1,0 +1,112 @@
+"""Rollouts on disk: one parquet file a step or evaluation, one row a rollout, every fact as its owner gave it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from hybrid_rl.run_folder.files import atomic_file
+from hybrid_rl.types import Group, Rollout
+
+SCHEMA = pa.schema(
+    [
+        pa.field("task_id", pa.string(), nullable=False),
+        pa.field("source", pa.string(), nullable=False),
+        pa.field("group_id", pa.int64(), nullable=False),
+        pa.field("index", pa.int32(), nullable=False),
+        pa.field("seed", pa.int64(), nullable=False),
+        pa.field("prompt", pa.string(), nullable=False),
+        pa.field("completion", pa.string(), nullable=False),
+        pa.field("answer", pa.string(), nullable=False),
+        pa.field("token_ids", pa.list_(pa.int32()), nullable=False),
+        pa.field("prompt_length", pa.int32(), nullable=False),
+        pa.field("loss_mask", pa.list_(pa.bool_()), nullable=False),
+        pa.field("logprobs", pa.list_(pa.float32()), nullable=False),
+        pa.field("versions", pa.list_(pa.struct([("version", pa.int64()), ("count", pa.int64())])), nullable=False),
+        pa.field("finish_reason", pa.string()),
+        pa.field("reward", pa.float64()),  # null: it could not be had, see error
+        pa.field("reward_parts", pa.map_(pa.string(), pa.float64()), nullable=False),
+        pa.field("advantage", pa.float64()),  # null: none was computed
+        pa.field("trained", pa.bool_(), nullable=False),
+        pa.field("error", pa.string()),
+    ]
+)
+
+
+def write_rollouts(
+    path: Path,
+    groups: Sequence[Group],
+    prompts: Sequence[str],
+    advantages: Mapping[tuple[int, int], float],
+    trained: Collection[int],
+) -> None:
+    """Write the groups' rollouts, in order, to `path`, atomically.
+
+    `prompts` has one rendered text a group, `advantages` is keyed (group id, index) and may lack rollouts, `trained`
+    holds the ids of the groups that an update used. Raises ValueError where they name groups or rollouts not given.
+    """
+    if len(prompts) != len(groups):
+        raise ValueError(f"{len(prompts)} prompts for {len(groups)} groups")
+    rows = [(group, prompt, rollout) for group, prompt in zip(groups, prompts, strict=True) for rollout in group.rollouts]
+    trained = frozenset(trained)
+    unknown = (advantages.keys() - {(g.id, r.index) for g, _, r in rows}) or (trained - {g.id for g in groups})
+    if unknown:
+        raise ValueError(f"advantages or trained name what is not among the groups: {sorted(unknown)[:5]}")
+    columns: dict[str, list[Any]] = {
+        "task_id": [_text(g.task.id) for g, _, _ in rows],
+        "source": [_text(g.task.source) for g, _, _ in rows],
+        "group_id": [g.id for g, _, _ in rows],
+        "index": [r.index for _, _, r in rows],
+        "seed": [r.seed for _, _, r in rows],
+        "prompt": [_text(prompt) for _, prompt, _ in rows],
+        "completion": [_text(r.completion) for _, _, r in rows],
+        "answer": [_text(g.task.answer) for g, _, _ in rows],
+        "token_ids": [r.token_ids for _, _, r in rows],
+        "prompt_length": [r.prompt_length for _, _, r in rows],
+        "loss_mask": [r.loss_mask for _, _, r in rows],
+        "logprobs": [r.logprobs for _, _, r in rows],
+        "versions": [[{"version": version, "count": count} for version, count in r.versions] for _, _, r in rows],
+        "finish_reason": [r.finish_reason for _, _, r in rows],
+        "reward": [r.reward for _, _, r in rows],
+        "reward_parts": [[(_text(name), value) for name, value in r.reward_parts.items()] for _, _, r in rows],
+        "advantage": [advantages.get((g.id, r.index)) for g, _, r in rows],
+        "trained": [g.id in trained for g, _, _ in rows],
+        "error": [None if r.error is None else _text(r.error) for _, _, r in rows],
+    }
+    table = pa.table(columns, schema=SCHEMA)
+    with atomic_file(Path(path)) as file:
+        pq.write_table(table, file, compression="zstd")
+
+
+def read_rollouts(path: Path, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """One dict a rollout, with the columns asked for (None: all); `versions` as (version, count) pairs, `reward_parts` as a dict.
+
+    Raises FileNotFoundError, or pyarrow.ArrowInvalid where the file is not whole.
+    """
+    # ParquetFile and not read_table: the latter also reads meaning into the folder's name ("key=value").
+    with pq.ParquetFile(path) as file:
+        rows: list[dict[str, Any]] = file.read(columns=None if columns is None else list(columns)).to_pylist()
+    for row in rows:
+        if "versions" in row:
+            row["versions"] = [(segment["version"], segment["count"]) for segment in row["versions"]]
+        if "reward_parts" in row:
+            row["reward_parts"] = dict(row["reward_parts"])
+    return rows
+
+
+def as_rollout(row: dict[str, Any]) -> Rollout:
+    """The rollout that a whole row, as read_rollouts gives it, was written from; log-probabilities have float32's digits."""
+    rollout = Rollout(row["task_id"], row["group_id"], row["index"], row["seed"], list(row["token_ids"][: row["prompt_length"]]))
+    rollout.token_ids, rollout.loss_mask, rollout.logprobs = row["token_ids"], row["loss_mask"], row["logprobs"]
+    rollout.versions, rollout.finish_reason, rollout.completion = row["versions"], row["finish_reason"], row["completion"]
+    rollout.reward, rollout.reward_parts, rollout.error = row["reward"], row["reward_parts"], row["error"]
+    return rollout
+
+
+def _text(text: str) -> str:
+    """Text that UTF-8 can hold: a lone surrogate in a task's data must not cost a step's record."""
+    return text.encode("utf-8", "replace").decode("utf-8")

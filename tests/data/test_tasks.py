@@ -1,0 +1,85 @@
+"""Drawing tasks, and rendering them to ids exactly once."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybrid_rl.data import DataError, TaskSets, load_task_sets
+from hybrid_rl.data.render import completion_text, demonstration, prompt_ids
+from hybrid_rl.data.sampler import Sampler
+from hybrid_rl.policy.tiny import character_tokenizer
+from hybrid_rl.types import Task
+
+
+def task(id: str, demonstration: str | None = "d", text: str = "hello") -> Task:
+    return Task(id, ({"role": "user", "content": text},), "a", demonstration)
+
+
+def three_sets(rl: int = 8, sft: int = 8, held_out: int = 2) -> TaskSets:
+    return TaskSets([task(f"s{i}") for i in range(sft)], [task(f"r{i}") for i in range(rl)], [task(f"e{i}") for i in range(held_out)])
+
+
+@given(size=st.integers(1, 40), seed=st.integers(0, 5), counts=st.lists(st.integers(1, 30), max_size=12))
+def test_every_epoch_draws_every_task_once(size, seed, counts):
+    sampler = Sampler(size, seed)
+    drawn = [i for count in counts for i in sampler.draw(count)]
+    for start in range(0, len(drawn) - size + 1, size):
+        assert sorted(drawn[start : start + size]) == list(range(size))
+
+
+@given(size=st.integers(1, 40), before=st.integers(0, 100), after=st.integers(1, 100))
+def test_a_restored_sampler_goes_on_where_it_stood(size, before, after):
+    one, two = Sampler(size, 3), Sampler(size, 3)
+    one.draw(before)
+    two.restore(one.state())
+    assert one.draw(after) == two.draw(after)
+
+
+def test_epochs_and_seeds_have_orders_of_their_own():
+    sampler = Sampler(50, 0)
+    assert sampler.draw(50) != sampler.draw(50)
+    assert Sampler(50, 0).draw(50) != Sampler(50, 1).draw(50)
+
+
+def test_a_sampler_refuses_another_data_set():
+    with pytest.raises(ValueError, match="50 tasks with seed 0, this run has 49"):
+        Sampler(49, 0).restore(Sampler(50, 0).state())
+
+
+def test_overlapping_or_doubled_tasks_are_named():
+    with pytest.raises(DataError, match="'x' is in both sft and eval"):
+        TaskSets([task("x")], [], [task("x")])
+    with pytest.raises(DataError, match="'x' is twice in rl"):
+        TaskSets([], [task("x"), task("x")], [])
+
+
+def test_a_set_smaller_than_a_batch_says_so():
+    config = {"_target_": "tests.data.test_tasks.three_sets", "rl": 5}
+    with pytest.raises(DataError, match="the rl set has 5 tasks, fewer than the 8"):
+        load_task_sets(config, rl_tasks=8, sft_tasks=4)
+    assert len(load_task_sets(config, rl_tasks=5, sft_tasks=4).rl) == 5
+    with pytest.raises(DataError, match="eval set has 0"):
+        load_task_sets({"_target_": "tests.data.test_tasks.three_sets", "held_out": 0}, rl_tasks=0, sft_tasks=0)
+
+
+def test_prompt_ids_come_from_the_template_alone(policy):
+    ids = prompt_ids(task("t"), policy.tokenizer, 100)
+    assert policy.tokenizer.decode(ids) == "<|im_start|>user\nhello<|im_end|><|im_start|>assistant\n"
+    with pytest.raises(DataError, match=r"task t: its prompt has \d+ tokens, rollout.max_prompt_tokens=3"):
+        prompt_ids(task("t"), policy.tokenizer, 3)
+
+
+TOKENIZER = character_tokenizer(["<reversed_text>", "</reversed_text>"])
+
+
+@given(text=st.text(max_size=40).filter(lambda t: "<|" not in t))
+def test_any_text_survives_the_character_tokenizer(text):
+    assert completion_text(TOKENIZER.encode(text, add_special_tokens=False), TOKENIZER) == text
+
+
+def test_a_demonstration_ends_with_the_end_token_and_masks_its_prompt(policy):
+    rollout = demonstration(task("t", "<reversed_text>olleh</reversed_text>"), policy.tokenizer, 100)
+    assert rollout.token_ids[-1] == policy.tokenizer.eos_token_id
+    assert rollout.loss_mask == [False] * rollout.prompt_length + [True] * rollout.sampled
+    assert rollout.sampled == 1 + 5 + 1 + 1  # a tag is one token
+    assert completion_text(rollout.token_ids[rollout.prompt_length :], policy.tokenizer) == "<reversed_text>olleh</reversed_text>"

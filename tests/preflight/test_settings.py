@@ -1,0 +1,216 @@
+"""Settings: every default can be overridden, and every bad one ends in one line that says what to do."""
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+from omegaconf import OmegaConf
+
+from hybrid_rl.config import Config, ConfigError
+from hybrid_rl.preflight.settings import _keys, load
+
+REVERSE = "+recipe=reverse"
+
+# override(s) → what the line must contain
+BAD = [
+    ([REVERSE, "engine.memory_fraction=1"], "engine.memory_fraction=1.0 (command line): must be between 0 and 0.95"),
+    ([REVERSE, "engine=local", "engine.tensor_parallel=2"], "engine.tensor_parallel=2 (command line): is sglang's; engine=local"),
+    ([REVERSE, "ranks=3", "engine.tensor_parallel=2"], "engine.tensor_parallel=2 (command line): does not divide the 3 ranks"),
+    ([REVERSE, "engine.arguments.tp=2"], "engine.arguments.tp=2 (command line): there is no such key"),
+    ([REVERSE, "engine.timeout=0"], "engine.timeout=0.0 (command line): must be a number above 0"),
+    ([], "no recipe was chosen; add +recipe=NAME, there are: reverse"),
+    (["+recipe=revers"], "recipe=revers (command line): there is no such choice; there are: reverse"),
+    ([REVERSE, "rollout.group_sise=8"], "rollout.group_sise=8 (command line): there is no such key; did you mean rollout.group_size?"),
+    ([REVERSE, "rolout.group_size=8"], "did you mean rollout.group_size?"),
+    ([REVERSE, "+rl.foo=1"], "rl.foo=1 (command line): there is no such key"),
+    ([REVERSE, "model=qwen"], "there are: qwen3, tiny"),
+    ([REVERSE, "rl.steps=["], "rl.steps=[ (command line): not of the form key=value"),
+    ([REVERSE, "rollout.batch_size=many"], "rollout.batch_size=many (command line): Value 'many' of type 'str' could not be converted to Integer"),
+    ([REVERSE, "rollout.batch_size=1.5"], "rollout.batch_size=1.5"),
+    ([REVERSE, "dry_run=perhaps"], "dry_run=perhaps"),
+    ([REVERSE, "policy.layout=tree"], "policy.layout=tree (command line): Invalid value 'tree', expected one of [auto, padded, packed, trees]"),
+    ([REVERSE, "rl.keep_best=true"], "rl.keep_best=True (command line): compares evaluations, and rl.eval_every=0 means there are none between steps"),
+    ([REVERSE, "stop_timeout=0"], "stop_timeout=0.0 (command line): must be a number above 0"),
+    ([REVERSE, "checkpoint.timeout=0"], "checkpoint.timeout=0.0 (command line): must be a number above 0"),
+    ([REVERSE, "rollout.group_size=15"], "does not divide rollout.batch_size=128; the nearest that does is 16"),
+    ([REVERSE, "rollout.batch_size=100"], "rollout.group_size=16 (conf/recipe/reverse.yaml): does not divide rollout.batch_size=100; the nearest that does is 20"),
+    ([REVERSE, "algo.minibatches=3"], "does not divide the 8 groups of a batch (whole groups stay together); the nearest that does is 2"),
+    ([REVERSE, "rollout.group_size=0"], "rollout.group_size=0 (command line): must be at least 1"),
+    ([REVERSE, "rollout.group_size=1"], "rollout.group_size=1 (command line): makes every group silent; use 2 or more, or algo.silent_by=none"),
+    ([REVERSE, "rollout.group_size=1", "algo.silent_by=none"], "leaves hybrid_rl.algo.grpo.advantages nothing to compare with; use 2 or more"),
+    ([REVERSE, "rollout.max_tokens=4000"], "is longer than a row of policy.row_tokens=2048; at most "),
+    ([REVERSE, "policy.row_tokens=16"], "set policy.row_tokens to"),
+    ([REVERSE, "rollout.temperature=0"], "rollout.temperature=0.0 (command line): must be a number above 0"),
+    ([REVERSE, "rollout.top_p=1.5"], "must be between 1e-06 and 1"),
+    ([REVERSE, "rl.optimizer.lr=-1"], "must be a number above 0"),
+    ([REVERSE, "rl.optimizer.lr=nan"], "must be a number above 0"),
+    ([REVERSE, "rl.optimizer.betas=[0.9]"], "must be two numbers from 0 to below 1"),
+    ([REVERSE, "rl.steps=-1"], "must be at least 0"),
+    ([REVERSE, "rl.optimizer.schedule=cosin"], "rl.optimizer.schedule=cosin"),
+    ([REVERSE, "model.tiny.kv_heads=3"], "must divide model.tiny.heads=4"),
+    ([REVERSE, "device=gpu"], "device=gpu (command line): there are: auto, cpu, cuda"),
+    ([REVERSE, "resume=/no/such/run"], "must be never, auto, must, or the folder of a run"),
+    ([REVERSE, "model=qwen3"], "model.path= (conf/model/qwen3.yaml): is not a Hugging Face model folder"),
+    ([REVERSE, "model.path=/no/such/model"], "model.path=/no/such/model (command line): is not a Hugging Face model folder"),
+    ([REVERSE, "data.max_lenght=20"], "data.max_lenght=20 (command line): there is no such key; did you mean max_length?"),
+    ([REVERSE, "+data.colour=red"], "takes no such argument"),
+    ([REVERSE, "reward._target_=hybrid_rl.recipes.reverse.similar"], "defines no 'similar'; there are: load_tasks, similarity"),
+    ([REVERSE, "reward._target_=no.such.module.f"], "there is no module 'no.such.module' on the Python path"),
+    ([REVERSE, "reward._target_=tests.rewards.of_no_task"], "tests.rewards.of_no_task is called with (completion, task) and takes 1 arguments"),
+    ([REVERSE, "reward._target_=tests.rewards.with_a_limit"], "reward.limit=None (default): is missing, and tests.rewards.with_a_limit needs it"),
+    ([REVERSE, "rollout.batch_size=1"], "rollout.group_size=16 (conf/recipe/reverse.yaml): does not divide rollout.batch_size=1; the nearest that does is 1"),
+    ([REVERSE, "algo/advantage=pass_at_k", "rollout.group_size=2"], "algo.advantage.k=4 (conf/algo/advantage/pass_at_k.yaml): must be from 2 to rollout.group_size=2"),
+    ([REVERSE, "algo/advantage=pass_at_k", "algo.advantage.k=null"], "must be from 2 to rollout.group_size=16"),
+    ([REVERSE, "algo/correction=tis", "algo.old_logprobs=recomputed", "algo.correction.tis.level=seq"], "hybrid_rl.algo.tis.correct knows 'token', 'sequence'"),
+    ([REVERSE, "algo=gspo", "algo/advantage=reinforce_pp", "algo.advantage.baseline=false", "algo.reference=frozen", "algo.kl.coef=0.1", "algo.kl.place=reward"], "gspo gives a rollout one ratio and would average the tokens' own penalties"),
+    ([REVERSE, "algo=opd", "algo.teacher=/no/such", "algo.overlong_share=0.2"], "algo.overlong_share=0.2 (command line): changes the reward, which algo.advantage does not look at"),
+    ([REVERSE, "algo=opd", "algo.teacher=/no/such", "algo.reference=frozen", "algo.kl.coef=0.1", "algo.kl.place=reward"], "changes the reward, which algo.advantage does not look at"),
+    ([REVERSE, "algo.loss.clip_lo=0.1"], "there are: _target_, clip_low, clip_high"),
+    ([REVERSE, "algo=gpro"], "algo=gpro (command line): there is no such choice; did you mean grpo?"),
+    ([REVERSE, "algo/loss=gsp"], "algo/loss=gsp (command line): there is no such choice; did you mean gspo?"),
+    ([REVERSE, "algo/correction=[tis,icepo]"], "there is no such choice; there are: icepop, k3_mask, seq_mask, tis"),
+    ([REVERSE, "algo/loss=gspo", "algo.loss.dual_clip=3"], "there is no such key"),
+    ([REVERSE, "algo/correction=tis"], "algo.correction={'tis': "),
+    ([REVERSE, "algo/correction=tis", "algo.old_logprobs=recomputed", "rollout.top_p=0.9"], "rollout.top_k or rollout.top_p cut the one that is sampled from"),
+    ([REVERSE, "algo/correction=tis", "algo.old_logprobs=recomputed", "+algo.correction.tis.caps=2"], "tis.correct takes no such argument; there are: "),
+    ([REVERSE, "algo=opd"], "algo.teacher=None (default): is missing: algo.advantage learns from one; set algo.teacher=/path/to/a/model/folder"),
+    ([REVERSE, "algo.teacher=/no/such/model"], "algo.teacher=/no/such/model (command line): is asked by no one; use algo=opd, or leave it out"),
+    ([REVERSE, "algo=opd", "algo.teacher=/no/such/model"], "algo.teacher=/no/such/model (command line): is not a Hugging Face model folder on this disk"),
+    ([REVERSE, "algo.critic.path=/no/such/model"], "algo.critic.path=/no/such/model (command line): is not a Hugging Face model folder on this disk"),
+    ([REVERSE, "algo.kl.coef=0.1", "algo.reference=frozen", "algo.kl.estimator=k1"], "has no gradient on average; use k2 or k3, or algo.kl.place=reward"),
+    ([REVERSE, "algo.kl.target=0.1", "algo.reference=frozen"], "steers algo.kl.coef, which is 0 and would stay 0"),
+    ([REVERSE, "algo.loss.dual_clip=1.1"], "algo.loss.dual_clip=1.1 (command line): must be 0 (off) or more than 1 + clip_high = 1.2; 3 is usual"),
+    ([REVERSE, "algo=ppo", "algo/loss=gspo"], "gspo gives a rollout one ratio and would average the tokens' own advantages"),
+    ([REVERSE, "algo.epochs=0"], "algo.epochs=0 (command line): must be at least 1"),
+    ([REVERSE, "algo.overlong_share=2"], "algo.overlong_share=2.0 (command line): must be between 0 and 1"),
+    ([REVERSE, "policy.lora.rank=-1"], "policy.lora.rank=-1 (command line): must be at least 0"),
+    ([REVERSE, "policy.lora.rank=4", "policy.lora.alpha=0"], "policy.lora.alpha=0 (command line): must be at least 1"),
+    ([REVERSE, "policy.lora.rank=4", "policy.lora.targets=[]"], "policy.lora.targets=[] (command line): names no module; all-linear means all of them"),
+    ([REVERSE, "algo.reference=base"], "the policy without its adapters, and policy.lora.rank=0 means it has none; use frozen"),
+    ([REVERSE, "algo.reference=frosen"], "algo.reference=frosen"),
+    ([REVERSE, "algo.kl.coef=0.1"], "algo.kl.coef=0.1 (command line): needs a model to measure the distance from; set algo.reference=frozen"),
+    ([REVERSE, "algo.kl.coef=-0.1", "algo.reference=frozen"], "algo.kl.coef=-0.1 (command line): must be a number of at least 0"),
+    ([REVERSE, "algo.kl.coef=nan", "algo.reference=frozen"], "must be a number of at least 0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "expected"), BAD, ids=lambda value: " ".join(value) if isinstance(value, list) else "")
+def test_bad_settings(overrides, expected):
+    with pytest.raises(ConfigError) as caught:
+        load(overrides)
+    message = str(caught.value)
+    assert expected in message
+    assert "\n" not in message
+
+
+def test_adapters_without_peft(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, find=importlib.util.find_spec: None if name == "peft" else find(name))
+    assert load([REVERSE]).policy.lora.rank == 0
+    with pytest.raises(ConfigError, match=r"policy.lora.rank=4 \(command line\): .* not installed; pip install 'hybrid_rl\[lora\]'$"):
+        load([REVERSE, "policy.lora.rank=4"])
+
+
+def test_every_default_can_be_overridden_without_plus():
+    """By its own value, so that the types fit; keys that are sections or functions' arguments aside."""
+    schema = OmegaConf.structured(Config)
+    config = load([REVERSE])
+    leaves = [
+        k for k in _keys(schema) if not OmegaConf.is_config(OmegaConf.select(schema, k)) or OmegaConf.is_list(OmegaConf.select(schema, k))
+    ]
+    assert len(leaves) > 60
+    values = OmegaConf.to_container(config, enum_to_str=True)
+    given = {}
+    for key in leaves:
+        value = values
+        for part in key.split("."):
+            value = value[part]
+        if key not in ("name", "model.path", "model.tiny.words", "algo.teacher", "algo.critic.path"):
+            given[key] = value
+    assert load([REVERSE, *(f"{key}={value}" for key, value in given.items())]) == config
+
+
+def test_the_recipe_is_the_worked_example():
+    config = load([REVERSE])
+    assert (config.rollout.batch_size, config.rollout.group_size, config.rl.steps) == (128, 16, 20)
+    assert (config.rollout.temperature, config.rollout.max_tokens, config.policy.row_tokens) == (1.0, 128, 2048)
+
+
+def test_the_model_brings_its_learning_rates(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_text("")
+    config = load([REVERSE, "model=qwen3", f"model.path={tmp_path}"])
+    assert (config.rl.optimizer.lr, config.sft.optimizer.lr) == (3e-6, 2e-5)
+    assert load([REVERSE, "model=qwen3", f"model.path={tmp_path}", "rl.optimizer.lr=1e-5"]).rl.optimizer.lr == 1e-5
+
+
+def cli(*arguments, **kwargs):
+    return subprocess.run([sys.executable, "-m", "hybrid_rl.run", *arguments], capture_output=True, text=True, timeout=60, **kwargs)
+
+
+def test_the_command_reports_in_one_line_and_exits_with_2(tmp_path):
+    result = cli(REVERSE, "rollout.group_sise=8", cwd=tmp_path)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr == "hybrid_rl: rollout.group_sise=8 (command line): there is no such key; did you mean rollout.group_size?\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_bad_job_stops_a_sweep_before_it_starts(tmp_path):
+    result = cli(REVERSE, "-m", "seed=0,1", "rollout.group_size=16,15", cwd=tmp_path)
+    assert result.returncode == 2
+    assert "rollout.group_size=15" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_settings_are_checked_before_torch_is_loaded():
+    code = (
+        "import sys\nfrom hybrid_rl.preflight.settings import load\n"
+        f"load(['{REVERSE}'])\n"
+        "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_the_resolved_configuration_is_shown(tmp_path):
+    result = cli(REVERSE, "--cfg", "job", "--resolve", cwd=tmp_path)
+    assert result.returncode == 0
+    assert OmegaConf.create(result.stdout).rollout.batch_size == 128
+
+
+def test_a_folder_of_ones_own_recipes(tmp_path):
+    (tmp_path / "recipe").mkdir()
+    text = (
+        "# @package _global_\nname: mine\ndata: {_target_: hybrid_rl.data.files.load_tasks, rl: a.jsonl, eval: b.jsonl}\nrl: {steps: 7}\n"
+    )
+    (tmp_path / "recipe" / "mine.yaml").write_text(text + "reward: {_target_: hybrid_rl.recipes.reverse.similarity}\n")
+    assert load(["+recipe=mine"], tmp_path).rl.steps == 7
+    with pytest.raises(ConfigError, match="there are: mine, reverse"):
+        load(["+recipe=min"], tmp_path)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="SGLang is installed")
+def test_an_engine_that_is_not_installed_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"engine.kind=.*SGLang is not installed; pip install 'hybrid_rl\[sglang\]', or engine=local"):
+        load([REVERSE, "engine=sglang"])
+
+
+@pytest.mark.parametrize("target", ["again", "partial", "Class.method", "in_a_block", "wrapped"])
+def test_functions_that_only_running_a_module_would_show_are_taken(target):
+    load([REVERSE, f"reward._target_=tests.rewards_elsewhere.{target}"])
+
+
+@pytest.mark.parametrize("more", [["reward._target_=math.fsum"], ["reward._target_=tests.rewards.with_a_limit", "+reward._args_=[1,2,3]"]])
+def test_functions_that_cannot_be_looked_into_are_taken(more):
+    load([REVERSE, *more])
+
+
+def test_null_is_no_dual_clip():
+    assert load([REVERSE, "algo.loss.dual_clip=null"]).algo.loss.dual_clip is None
+
+
+def test_a_recipe_that_is_not_python_is_named(tmp_path, monkeypatch):
+    (tmp_path / "not_python.py").write_text("def reward(completion, task):\n    return 1.0 if\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"reward\._target_=not_python\.reward .*/not_python\.py is not Python: .* line 2\)"):
+        load([REVERSE, "reward._target_=not_python.reward"])

@@ -1,0 +1,387 @@
+"""The report is made from a run's files alone, whatever state they are in, and runs nothing that a completion says."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from hybrid_rl.report import read_run, write_report
+from hybrid_rl.report.charts import _one_a_step
+from hybrid_rl.report.samples import evaluation_cases, last_step_cases
+from hybrid_rl.run_folder.rollouts import write_rollouts
+from hybrid_rl.types import Group, Rollout, Task
+
+HOSTILE = (
+    "<script>document.title='owned'</script><img onerror=alert(1)>",
+    "</textarea></pre></article><script>alert(2)</script>",
+    "{{ 7*7 }} {% raw %}",
+    "```\n````text\n# heading\n[link](x)",
+)
+VOID = {"meta", "br", "img", "link", "input", "hr"}
+
+
+class Page(HTMLParser):
+    """The elements of a page, checking that they nest, and its text."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: set[str] = set()
+        self.attributes: set[str] = set()
+        self.text = ""
+        self.feed(html)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-1:] != ["style"]:
+            self.text += data
+
+
+def groups(rewards: list[float], completions: tuple[str, ...] = ()) -> list[Group]:
+    """One group a reward, of one rollout; a task's id is its place."""
+    made = []
+    for id, reward in enumerate(rewards):
+        task = Task(f"task-{id}", ({"role": "user", "content": "question"},), answer=f"truth {id}")
+        rollout = Rollout(task.id, id, 0, seed=0, token_ids=[1])
+        rollout.finish("stop", completions[id] if id < len(completions) else f"completion {id} of reward {reward}")
+        rollout.score(reward, {"exact": reward})
+        made.append(Group(id, task, [rollout]))
+    return made
+
+
+def store(path: Path, made: list[Group]) -> None:
+    write_rollouts(path, made, [f"prompt {g.id}" for g in made], {}, [g.id for g in made])
+
+
+def rl(step: int, **changes: object) -> dict[str, object]:
+    seconds = {"rollout": 0.3, "sleep": 0.0, "update": 0.1, "handover": 0.0, "evaluate": 0.0, "checkpoint": 0.0}
+    return {
+        "stage": "rl", "step": step, "version": step, "reward": 0.5, "reward_std": 0.2, "length": 28.0, "truncated": 0.01, "entropy": 0.4,
+        "mismatch_kl": 1e-9, "clip_fraction": 0.0, "grad_norm": 0.8, "lr": 1e-3, "tokens_per_second": 20000.0, "memory_gib": 0.7,
+        "silent_groups": 0, "replacement_rounds": 0, "reward_errors": 0, "missing_groups": 0, "skipped": 0, "parts": {"similarity": 0.5},
+        "seconds": seconds,
+    } | changes  # fmt: skip
+
+
+def write_metrics(folder: Path, records: list[dict[str, object]]) -> None:
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished run, with its report."""
+    folder = tmp_path_factory.mktemp("reverse") / "2026-03-04_10-20-30"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("name: reverse\nseed: 7\nmodel:\n  path: null\nrl:\n  steps: 40\n")
+    evals = {"eval/base": 0.0125, "eval/sft": 0.34, "eval/rl": 0.89}
+    versions, model = {"torch": "2.13.0"}, {"path": None, "parameters": 812544}
+    (folder / "summary.json").write_text(
+        json.dumps(
+            {
+                "name": "reverse",
+                "seed": 7,
+                **evals,
+                "seconds": {"sft": 41.2, "rl": 70.8, "total": 120.0},
+                "versions": versions,
+                "model": model,
+            }
+        )
+    )
+    measured = [
+        {"stage": "eval", "name": name.removeprefix("eval/"), "step": 0, "reward": reward, "reward_std": 0.16, "tasks": 64}
+        for name, reward in evals.items()
+    ]
+    sft = [{"stage": "sft", "step": step, "loss": 3.0 / step, "lr": 0.002, "grad_norm": 0.9} for step in range(1, 20)]
+    write_metrics(folder, [*measured, *sft, *(rl(step) for step in range(1, 41))])
+    for name in ("base", "sft", "rl"):
+        store(folder / "rollouts" / f"eval_{name}.parquet", groups([0.0] * len(HOSTILE), HOSTILE))
+    store(folder / "rollouts" / "step_0040.parquet", groups([0.5, 0.9, 0.1, 0.7, 0.3], HOSTILE))
+    assert write_report(folder) == folder / "report.html"
+    return folder
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    """A copy of it to change."""
+    return Path(shutil.copytree(finished, tmp_path / finished.name))
+
+
+def test_a_finished_run(finished: Path) -> None:
+    html = (finished / "report.html").read_text("utf-8")
+    page = Page(html)
+    for expected in (
+        "reverse", "2026-03-04 10:20", "seed 7", "embedded tiny model (813 k parameters)", "0.0125", "+0.328", "+0.550",
+        "± 0.02 standard error, 64 tasks", "2 min 00 s", "20,000", "0.7 GiB", "SFT loss", "Completion length", "Truncated", "Entropy",
+        "Mismatch KL", "nats, log scale", "Clip fraction", "Gradient norm", "Time by phase", "75 %", "Peak memory", "similarity",
+        "Resolved configuration", "2.13.0", "none",
+    ):  # fmt: skip
+        assert expected in page.text, expected
+    assert "Not finished" not in page.text
+    assert html.count("<svg") == 12
+    assert ">RL step</text>" in html, "chart text must stay text"
+    assert len(html) < 250_000
+
+
+def test_nothing_is_loaded_from_elsewhere(finished: Path) -> None:
+    html = (finished / "report.html").read_text("utf-8")
+    assert not re.search(r"https?:|src=|@import|url\((?!#)|href=\"(?!#)", html)
+    assert Page(html).tags.isdisjoint({"script", "link", "img", "iframe", "object", "image"})
+
+
+def test_hostile_completions_are_text(run: Path) -> None:
+    config = "name: '</pre><script>alert(3)</script>'\n"
+    (run / "config.yaml").write_text(config)
+    (run / "summary.json").write_text(json.dumps({"name": "<script>alert(4)</script>", "versions": {"<script>": "<b>"}}))
+    phases = {"stage": "rl", "step": 41, "seconds": {"<script>$": 1.0}, "parts": {"<script>$x_": 1.0}, "reward": 1.0}
+    write_metrics(run, [phases])
+    page = Page(write_report(run).read_text("utf-8"))
+    assert "script" not in page.tags
+    assert "img" not in page.tags
+    assert not any(name.startswith("on") for name in page.attributes)
+    for text in (*HOSTILE, config, "<script>alert(4)</script>", "<script>$x_"):
+        assert text in page.text
+
+
+def test_samples_stay_inside_their_fences(finished: Path) -> None:
+    text = (finished / "samples.md").read_text("utf-8")
+    assert text.startswith("# Samples of `reverse 2026-03-04 10:20`\n")
+    outside, fence, inside = [], "", ""
+    for line in text.split("\n"):
+        if fence:
+            inside += line + "\n"
+            if re.fullmatch(f"{fence}`*", line):
+                fence = ""
+        elif opened := re.fullmatch("(`{3,})text", line):
+            fence = opened[1]
+        else:
+            outside.append(line)
+    assert fence == ""
+    assert all(completion in inside for completion in HOSTILE)
+    assert not any(mark in line for line in outside for mark in ("<", "{{", "# heading", "[link]"))
+    assert {line for line in outside if line.startswith("## ")} == {"## Evaluation", "## RL step 40"}
+
+
+def test_samples_are_chosen_by_their_rules(tmp_path: Path) -> None:
+    store(tmp_path / "eval_base.parquet", groups([0.0] * 24))
+    store(tmp_path / "eval_rl.parquet", groups([1.0] * 24)[::-1])
+    cases = evaluation_cases(tmp_path)
+    assert [case.title for case in cases] == [f"task-{id}" for id in (0, 4, 8, 12, 16, 20)]
+    assert [(s.label, s.completion) for s in cases[1].samples] == [
+        ("base", "completion 4 of reward 0.0"),
+        ("after RL", "completion 4 of reward 1.0"),
+    ]
+    made = groups([0.5, 0.9, 0.1, 0.7, 0.3, 0.0])
+    made[5].rollouts[0].reward, made[5].rollouts[0].error = None, "TimeoutError"
+    store(tmp_path / "step_9999.parquet", groups([0.0]))
+    store(tmp_path / "step_10000.parquet", made)
+    (tmp_path / "step_10001.parquet").write_bytes(b"PAR1 and no more")
+    step, last = last_step_cases(tmp_path)
+    assert step == 10000
+    assert [(case.title, case.prompt) for case in last] == [
+        ("Best: task-1", "prompt 1"),
+        ("Median: task-0", "prompt 0"),
+        ("Worst: task-2", "prompt 2"),
+        ("Failed: task-5", "prompt 5"),
+    ]
+    assert ("error", "TimeoutError") in last[3].samples[0].facts
+
+
+def test_a_long_completion_keeps_its_ends(tmp_path: Path) -> None:
+    store(tmp_path / "rollouts" / "step_0001.parquet", groups([0.0], ("first " + "x" * 100_000 + " last",)))
+    html = write_report(tmp_path).read_text("utf-8")
+    assert "first x" in html
+    assert "x last" in html
+    assert "characters left out" in html
+    assert len(html) < 40_000
+
+
+def test_an_empty_folder(tmp_path: Path) -> None:
+    page = Page(write_report(tmp_path).read_text("utf-8"))
+    assert "Not finished: no RL step yet." in page.text
+    assert "Nothing recorded yet." in page.text
+    assert (tmp_path / "samples.md").read_text().count("None yet.") == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "samples.md"]
+
+
+def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(NotADirectoryError, match="is not a run's folder"):
+        write_report(tmp_path / "nowhere")
+
+
+def test_in_the_middle_of_a_run(run: Path) -> None:
+    (run / "summary.json").unlink()
+    (run / "config.yaml").write_text("name: reverse\nrl:\n  steps: 40\n  broken: [")
+    (run / "rollouts" / "step_0041.parquet").write_bytes(b"PAR1")
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"stage": "rl", "step": 41, "rew')
+    assert (read_run(run).rl[-1]["step"], read_run(run).broken_lines) == (40, 0)
+    page = Page(write_report(run).read_text("utf-8"))
+    assert "Not finished: 40 of – RL steps." in page.text
+    assert "0.0125" in page.text
+    assert "RL step 40" in page.text
+
+
+def test_a_step_recorded_again_after_a_resume_counts_once(tmp_path: Path) -> None:
+    write_metrics(tmp_path, [rl(1), rl(2, reward=0.1), rl(3), rl(2, reward=0.9)])
+    assert [(record["step"], record["reward"]) for record in read_run(tmp_path).rl] == [(1, 0.5), (2, 0.9), (3, 0.5)]
+
+
+def test_values_that_are_no_numbers_leave_gaps_and_are_counted(tmp_path: Path) -> None:
+    nan, infinite = float("nan"), float("inf")
+    odd = rl(
+        2,
+        reward=nan,
+        reward_std=None,
+        entropy=infinite,
+        mismatch_kl=0.0,
+        grad_norm="1",
+        parts=None,
+        seconds=None,
+        skipped=1,
+        missing_groups=3,
+    )
+    bare: dict[str, object] = {"stage": "rl", "step": 4}
+    evaluation: dict[str, object] = {"stage": "eval", "name": "base", "step": 0, "reward": None, "tasks": 0, "reward_errors": 2}
+    write_metrics(tmp_path, [evaluation, rl(1), odd, rl(3), bare])
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write("[1]\nnull\n{\n\n" + json.dumps(rl(5)) + "\n")
+    page = Page(write_report(tmp_path).read_text("utf-8"))
+    for expected in (
+        "optimizer steps skipped", "groups missing after the last replacement", "rewards that failed in evaluations", "a metric that is not finite",
+        "3 unreadable lines", "Gradient norm",
+    ):  # fmt: skip
+        assert expected in page.text, expected
+    assert "log scale" not in page.text, "a mismatch of exactly 0 has no place on a log scale"
+    assert "nan" not in page.text.lower()
+
+
+def test_nothing_but_gaps(tmp_path: Path) -> None:
+    write_metrics(tmp_path, [{"stage": "rl", "step": 1, "reward": float("nan"), "seconds": {"rollout": None}}])
+    assert "<svg" not in write_report(tmp_path).read_text("utf-8")
+
+
+NEW = {
+    "clip_low": 0.01, "clip_high": 0.02, "clip_dual": 0.0, "ratio_p01": 0.9, "ratio_p50": 1.0, "ratio_p99": 1.1, "ratio_max": 3.0, "dropped": 0.125,
+    "correction_p01": 0.5, "correction_p50": 1.0, "correction_p99": 1.5, "correction_max": 1e6, "reference_kl": 0.01, "kl_coef": 0.03,
+    "advantage_std": 0.97, "value_loss": 0.2, "explained_variance": -0.5, "repetition": 0.0625, "length_max": 100,
+    "sources": {"math": 0.25, "<script>": 0.75}, "parts_std": {"similarity": 0.1},
+}  # fmt: skip
+
+
+def test_every_metric_of_a_step_has_its_chart(tmp_path: Path) -> None:
+    write_metrics(tmp_path, [rl(1, clip_fraction=0.03), *(rl(step, clip_fraction=0.03, **NEW) for step in (2, 3))])  # type: ignore[arg-type]
+    page = Page(html := write_report(tmp_path).read_text("utf-8"))
+    for title, *expected in (
+        ("Clip fraction", "low and high 3 %", "low side 1 %", "high side 2 %", "dual clip 0 %"),
+        ("Probability ratio", "median 1", "1st percentile 0.9", "99th percentile 1.1", "largest 3"),
+        ("Mismatch ratio", "before correction, log scale", "largest 1,000,000"),
+        ("Dropped", "12.5 %"), ("Reference KL",), ("KL coefficient", "0.03"), ("Advantage", "0.97"), ("Critic loss",),
+        ("Explained variance", "-0.5"), ("Repetition", "6.25 %"), ("Reward by source", "math 0.25", "<script> 0.75"),
+    ):  # fmt: skip
+        found = re.search(f"<figure>\n<figcaption><b>{title}</b>.*?</figure>", html, flags=re.DOTALL)
+        assert found, title
+        for text in expected:
+            assert text in Page(found[0]).text, (title, text)
+    assert "script" not in page.tags
+    write_metrics(tmp_path, [rl(step) for step in (1, 2, 3)])
+    old = write_report(tmp_path).read_text("utf-8")
+    assert html.count("<svg") == old.count("<svg") + 10, "each but the clip fraction is a chart of its own"
+    assert "low and high" not in old
+
+
+def test_a_chart_with_many_names_says_how_many_it_left_out(tmp_path: Path) -> None:
+    write_metrics(tmp_path, [rl(1, sources={f"source {i:02d}": i / 10 for i in range(11)})])
+    page = Page(write_report(tmp_path).read_text("utf-8"))
+    assert "mean, 8 of 11" in page.text
+    assert "source 07 0.7" in page.text
+    assert "source 08" not in page.text
+
+
+def evaluation(name: str, step: int, **values: object) -> dict[str, object]:
+    return {"stage": "eval", "name": name, "step": step, "reward": 0.5, "reward_std": 0.1, "tasks": 4} | values
+
+
+def test_what_evaluations_find_right(tmp_path: Path) -> None:
+    plain = [evaluation("base", 0, correct=0.1), evaluation("sft", 0, correct=0.2), evaluation("step", 2, correct=0.3)]
+    write_metrics(tmp_path, [*plain, rl(1)])
+    page = Page(write_report(tmp_path).read_text("utf-8"))
+    for text in ("Evaluation: correct", "share of samples", "30 %", "± 0.05 standard error, 4 tasks, 10 % correct", "20 % correct"):
+        assert text in page.text, text
+    assert "pass@" not in page.text
+    shares: dict[str, object] = {"1": 0.3, "2": 0.4, "16": 0.6, "<script>": 0.9}
+    write_metrics(tmp_path, [*plain[:2], evaluation("step", 2, pass_at=shares, sources={"math": 0.5, "code": 0.4}), rl(1)])
+    page = Page(write_report(tmp_path).read_text("utf-8"))
+    for text in ("Evaluation: pass@k", "pass@1 30 %pass@2 40 %pass@16 60 %pass@<script> 90 %", "Evaluation by source", "math 0.5"):
+        assert text in page.text, text
+    assert "script" not in page.tags
+    write_metrics(tmp_path, [evaluation("base", 0), rl(1)])
+    assert "Evaluation:" not in Page(write_report(tmp_path).read_text("utf-8")).text, "a run of old says nothing of it"
+
+
+def test_the_policy_that_rl_begins_with_is_the_one_after_sft() -> None:
+    evals: list[dict[str, object]] = [
+        evaluation(name, step) for name, step in (("rl", 4), ("base", 0), ("sft", 0), ("step", 2), ("step", 6), ("?", 2))
+    ]
+    assert [(e["name"], e["step"]) for e in _one_a_step(evals)] == [("sft", 0), ("step", 2), ("rl", 4), ("step", 6)], (
+        "a finished run went on"
+    )
+    assert [e["name"] for e in _one_a_step(evals[:2])] == ["base", "rl"]
+
+
+def test_alarms_are_listed(tmp_path: Path) -> None:
+    odd: list[object] = [None, "entropy", [], {"a": 1}]
+    records = [
+        rl(1),
+        rl(2, alarms=["truncated", "part:<script>"]),
+        *(rl(3 + i, alarms=value) for i, value in enumerate(odd)),
+        rl(9, alarms=["entropy"]),
+    ]
+    write_metrics(tmp_path, records)
+    page = Page(write_report(tmp_path).read_text("utf-8"))
+    assert re.search(r"alarm begins\s+2\s*truncated, part:<script>\s+9\s*entropy\s+Samples", page.text)
+    assert "Alarms began in 2 of 7 RL steps, first in step 2" in page.text
+    assert "script" not in page.tags
+    write_metrics(tmp_path, [rl(step, alarms=["entropy"]) for step in range(1, 46)])
+    page = Page(write_report(tmp_path).read_text("utf-8"))
+    assert page.text.count("entropy") == 40
+    assert "and in 5 more steps" in page.text
+    write_metrics(tmp_path, [rl(1, alarms=[])])
+    page = Page(write_report(tmp_path).read_text("utf-8"))
+    assert "Alarms" not in page.text
+    assert "alarm begins" not in page.text
+
+
+def test_same_files_same_bytes(run: Path) -> None:
+    first = (run / "report.html").read_bytes(), (run / "samples.md").read_bytes()
+    (run / "report.html").unlink()
+    command = [sys.executable, "-m", "hybrid_rl.report", str(run)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"PYTHONHASHSEED": "1"}, check=True, cwd=Path(__file__).parents[2]
+    )
+    assert done.stdout.strip() == str(run / "report.html")
+    assert ((run / "report.html").read_bytes(), (run / "samples.md").read_bytes()) == first
+
+
+def test_importing_is_cheap() -> None:
+    code = "import sys, hybrid_rl.report; sys.exit(any(m in sys.modules for m in ('matplotlib', 'jinja2', 'pyarrow', 'torch', 'yaml')))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0
