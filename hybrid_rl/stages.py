@@ -20,11 +20,12 @@ from omegaconf import OmegaConf
 from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
-from hybrid_rl.config import Config
+from hybrid_rl.config import Config, EngineKind
 from hybrid_rl.data import DataError, TaskSets, load_task_sets
 from hybrid_rl.data.render import check_prompts, marks_in
 from hybrid_rl.engine.base import KV_CACHE, WEIGHTS, EngineError
 from hybrid_rl.engine.make import ENGINES, make_engine
+from hybrid_rl.engine.sglang.interface import withheld
 from hybrid_rl.evaluate import evaluate
 from hybrid_rl.handover import HandoverError, take_back
 from hybrid_rl.machine import cores, machine, versions
@@ -175,7 +176,7 @@ def _build(
     if resumed is None:
         ranks.from_main(lambda: write_text(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config))))
     metrics = Metrics(folder / "metrics.jsonl" if ranks.main else None, keep_lines=resumed.state["metrics_lines"] if resumed else 0)
-    engine = make_engine(config, policy, model_folder)
+    engine = make_engine(config, policy, model_folder, folder)
     session = Session(config, folder, model_folder, policy, engine, tasks, scorer, metrics, console, resumed)
     if resumed:
         ranks.on_all(lambda: engine.sleep([KV_CACHE, WEIGHTS]))  # a new one is awake, and a resumed run may go on with training
@@ -215,6 +216,8 @@ def _introduce(s: Session, notes: list[str]) -> None:
     say(f"tasks:   {len(s.tasks.sft):,} for SFT, {len(s.tasks.rl):,} for RL, {len(s.tasks.eval):,} held out")
     if marks := marks_in(s.tasks, s.policy.tokenizer):
         say(f"note:    {marks}")
+    if s.engine_kind == EngineKind.sglang and (names := withheld()):
+        say(f"note:    SGLang's process is started without {', '.join(names)}: they could change its samples, or the memory it gives back")
     if config.rollout.top_k or config.rollout.top_p < 1:
         say("note:    top-k or top-p restrict sampling; the update still compares whole distributions, so ratios are biased")
     if s.resumed:

@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hybrid_rl.config import Config, ConfigError, EngineKind, KlEstimator, KlPlace, OldLogprobs, Reference
+from hybrid_rl.engine.sglang.interface import unusable
 
 PACKAGE = Path(__file__).parents[1]
 # In a checkout conf/ lies beside the package; an installed wheel carries it inside.
@@ -207,8 +208,8 @@ def _problems(c: DictConfig) -> Iterator[tuple[str, str]]:
         yield "model.tiny.kv_heads", f"must divide model.tiny.heads={t.heads}"
     if t.head_dim % 2:
         yield "model.tiny.head_dim", f"must be even (rotary embedding); the nearest is {t.head_dim + 1}"
-    if c.engine.kind == EngineKind.sglang and importlib.util.find_spec("sglang") is None:
-        yield "engine.kind", "SGLang is not installed; pip install 'hybrid_rl[sglang]', or engine=local"
+    if c.engine.kind == EngineKind.sglang and (why := unusable()):
+        yield "engine.kind", why
     if c.engine.tensor_parallel > 1 and c.engine.kind == EngineKind.local:
         yield "engine.tensor_parallel", "is sglang's; engine=local holds the whole weights on every rank, set it to 1"
     elif c.ranks % c.engine.tensor_parallel:
