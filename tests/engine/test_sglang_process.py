@@ -55,6 +55,9 @@ class Recorded:
     def __init__(self, arguments, start_timeout, timeout, log):
         seen.append(arguments["random_seed"])
 
+    def close(self):
+        pass
+
 
 seen: list[int] = []
 
@@ -78,10 +81,16 @@ def test_every_engine_and_every_restart_has_a_seed_of_its_own(tiny_folder: Path)
     all_seeds = [seed for ranks in runs for seeds in ranks for seed in seeds]
     assert len(set(all_seeds)) == len(all_seeds) == 2 * 2 * 3
     assert all(0 <= seed < 2**32 for seed in all_seeds)
-    assert on_ranks(2, seeds_of, tiny_folder, 1, 0) == runs[0]
     first, second = on_ranks(2, seeds_of, tiny_folder, 2, 0)
     assert first == runs[0][0]
     assert second == []
+
+
+def test_completions_longer_than_sglang_has_room_for_are_refused(monkeypatch: pytest.MonkeyPatch, tiny_folder: Path) -> None:
+    monkeypatch.setattr(sglang_engine, "unusable", lambda: None)
+    monkeypatch.setattr(sglang_engine, "HostProcess", Recorded)
+    with pytest.raises(EngineError, match="completions of 10001 tokens, prompt included: SGLang has room for 10000"):
+        sglang_engine.SGLangEngine(tiny_folder, frozenset([257]), 8, 10_001)
 
 
 def test_a_bucket_is_read_back_as_it_was_sent() -> None:
@@ -92,10 +101,10 @@ def test_a_bucket_is_read_back_as_it_was_sent() -> None:
     bucket = pickle.load(io.BytesIO(sent))  # noqa: S301
     flat = bucket["flattened_tensor"]
     read = {m.name: flat[m.start_idx : m.end_idx].view(m.dtype).reshape(m.shape) for m in bucket["metadata"]}
-    assert list(read) == ["a", "b", "counts"]
+    assert sorted(read) == ["a", "b", "counts"]
     for name, tensor in named:
         assert torch.equal(read[name], tensor.bfloat16() if tensor.is_floating_point() else tensor)
-    assert [m.numel for m in bucket["metadata"]] == [30, 14, 32]  # bytes
+    assert {m.name: m.numel for m in bucket["metadata"]} == {"a": 30, "b": 14, "counts": 32}  # bytes
 
 
 @pytest.mark.parametrize(

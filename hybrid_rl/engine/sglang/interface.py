@@ -154,6 +154,7 @@ def flat_bucket(named: Sequence[tuple[str, torch.Tensor]]) -> dict[str, Any]:
     import torch
 
     described, start = [], 0
+    named = sorted(named, key=lambda pair: -pair[1].itemsize)  # each begins at a multiple of its element's size
     for name, tensor in named:
         end = start + tensor.numel() * tensor.itemsize
         described.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +19,10 @@ from tests.engine_contract import checkpoint
 KV_TOKENS = 65536  # 32 MiB in the tiny models: enough to be seen in the memory of a process
 CAPACITY = 256
 ALIVE = 8  # engines at a time; those that wait use no processor
+INHERITED = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1", "SGLANG_MAX_NEW_TOKENS_LIMIT": "2"}  # no engine may see them: most tests would fail
+
+if importlib.util.find_spec("sglang") is not None:
+    os.environ |= INHERITED
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
