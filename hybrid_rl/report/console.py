@@ -57,17 +57,45 @@ class Console:
 
 
 def step_line(m: dict[str, Any], steps: int) -> str:
-    """One RL step in one line. Counters that should be zero appear only when they are not."""
-    seconds = m["seconds"]
-    reference = f"reference {m['reference_kl']:.0e}  " if "reference_kl" in m else ""
+    """One RL step in one line: only what was measured, and of counters that should be zero only those that are not."""
+    seconds, nothing = m["seconds"], m.get("nothing_trained")
+    updates = (
+        ("entropy", "entropy", ".3f"), ("mismatch", "mismatch_kl", ".0e"), ("reference", "reference_kl", ".0e"), ("clip", "clip_fraction", ".1%"),
+        ("grad", "grad_norm", ".2f"),
+    )  # fmt: skip
+    measured = "".join(f"{name} {m[key]:{form}}  " for name, key, form in updates if m.get(key) is not None)
     phases = " ".join(f"{name} {value:.2f}" for name, value in seconds.items() if value >= 0.005)
     line = (
         f"step {m['step']:>{len(str(steps))}}/{steps}  reward {m['reward']:.3f}±{m['reward_std']:.2f}  len {m['length']:.1f}  "
-        f"trunc {m['truncated']:.1%}  entropy {m['entropy']:.3f}  mismatch {m['mismatch_kl']:.0e}  {reference}clip {m['clip_fraction']:.1%}  "
-        f"grad {m['grad_norm']:.2f}  {m['tokens_per_second'] / 1000:.1f}k tok/s  {m['memory_gib']:.2f} GiB  {sum(seconds.values()):.2f} s ({phases})"
+        f"trunc {m['truncated']:.1%}  {measured}"
+        f"{m['tokens_per_second'] / 1000:.1f}k tok/s  {m['memory_gib']:.2f} GiB  {sum(seconds.values()):.2f} s ({phases})"
     )
-    notes = [f"{m[key]:.0f} {text}{_kinds(m) if key == 'reward_errors' else ''}" for key, text in COUNTERS.items() if m.get(key)]
+    notes = [f"nothing was trained: {NOTHING[nothing][0]}"] if nothing else []
+    notes += [f"{m[key]:.0f} {text}{_kinds(m) if key == 'reward_errors' else ''}" for key, text in COUNTERS.items() if m.get(key)]
     return line + ("  ! " + ", ".join(notes) if notes else "")
+
+
+# why an RL step had no update, by the value of its metric nothing_trained; and what to do if that lasts
+NOTHING = {
+    "silent": (
+        "every group was dropped (equal rewards, or failed ones)",
+        "read rollouts/step_*.parquet; if no answer is ever paid, check the reward, or begin with SFT, easier tasks or another model.path; "
+        "if every answer is paid, the task is solved",
+    ),
+    "truncated": (
+        "every rollout reached rollout.max_tokens, and algo.mask_truncated leaves those out",
+        "raise rollout.max_tokens, or set algo.mask_truncated=false",
+    ),
+    "corrected": (
+        "algo.correction drops every token",
+        "engine and trainer compute different probabilities; check with handover.verify=true, or widen the bounds of algo.correction",
+    ),
+    "zero_gradient": (
+        "every gradient is 0",
+        "algo.advantage sees no difference between rollouts; check the reward, and algo.silent_by",
+    ),
+    "not_finite": ("every update was skipped", "replay the batches in bad/"),
+}  # fmt: skip
 
 
 def _kinds(m: dict[str, Any]) -> str:

@@ -30,6 +30,7 @@ class Batch:
     reward_faults: Counter[tuple[str, str]] = field(default_factory=Counter)  # the same by (source of the task, kind)
     examples: dict[str, str] = field(default_factory=dict)  # of each kind the first: task and error
     replacement_rounds: int = 0
+    trained: set[tuple[int, int]] = field(default_factory=set)  # (group id, index) of the rollouts that an update used
     greedy: dict[int, float] = field(default_factory=dict)  # by group id, what the most likely completion was paid; where it was asked for
 
     @property

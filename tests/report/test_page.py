@@ -70,7 +70,7 @@ def groups(rewards: list[float], completions: tuple[str, ...] = ()) -> list[Grou
 
 
 def store(path: Path, made: list[Group]) -> None:
-    write_rollouts(path, made, [f"prompt {g.id}" for g in made], {}, [g.id for g in made])
+    write_rollouts(path, made, [f"prompt {g.id}" for g in made], {}, [(g.id, 0) for g in made])
 
 
 def rl(step: int, **changes: object) -> dict[str, object]:
