@@ -11,9 +11,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
-from hybrid_rl.machine import cores
+from hybrid_rl.machine import cores, free_memory
 from hybrid_rl.sandbox import run as sandbox
 
 
@@ -61,7 +59,7 @@ def _version(package: str) -> str:
 
 
 def _memory() -> Check:
-    free = psutil.virtual_memory().available / 2**30
+    free = free_memory() / 2**30
     return Check("memory", free >= 2, f"{free:.1f} GiB available", "the embedded model's recipe needs about 2 GiB")
 
 

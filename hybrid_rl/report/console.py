@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 Advance = Callable[..., None]
 
 
+# control characters but tab and line feed, bidirectional marks, line separators, halves of surrogate pairs
+STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def visible(text: str) -> str:
+    r"""Return the text with escapes, like \x1b and \u202e, for each character that steers a terminal or a line's direction; lines and tabs stay."""
+    return STEERS.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
 class Console:
     """Plain lines on standard output; a progress bar only in a terminal, where it leaves nothing behind. A quiet one says nothing."""
 
@@ -20,8 +30,8 @@ class Console:
         self._said: set[str] = set()
 
     def say(self, text: str = "") -> None:
-        """What a model or a reward wrote may be among it: no control character of theirs reaches the terminal."""
-        self._rich.print("".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text), markup=False)
+        """Print a line or several. What a model or a reward wrote may be among it, so nothing in it steers the terminal."""
+        self._rich.print(visible(text), markup=False)
 
     def say_once(self, key: str, text: str) -> None:
         """The first text of each key."""
@@ -35,13 +45,13 @@ class Console:
             self.say_once(f"reward {kind}", f"reward failed ({kind}), {example}; the next ones of this kind are only counted")
 
     def heading(self, text: str) -> None:
-        self._rich.print(f"\n{text}", style="bold", markup=False)
+        self._rich.print(visible(f"\n{text}"), style="bold", markup=False)
 
     @contextmanager
     def progress(self, what: str, total: int) -> Iterator[Advance]:
-        """Yields advance(count=1, note=""): call it as work is done."""
+        """Yield advance(count=1, note="", more=0): call it as work is done; `more` is work that comes on top of `total`."""
         if self._rich.quiet or not self._rich.is_terminal:
-            yield lambda count=1, note="": None
+            yield lambda count=1, note="", more=0: None
             return
         columns = (
             SpinnerColumn(),
@@ -52,8 +62,13 @@ class Console:
             TextColumn("{task.fields[note]}"),
         )
         with Progress(*columns, console=self._rich, transient=True) as bar:
-            task = bar.add_task(what, total=total, note="")
-            yield lambda count=1, note="": bar.update(task, advance=count, note=note)
+            task = bar.add_task(visible(what), total=total, note="")
+
+            def advance(count: int = 1, note: str = "", more: int = 0) -> None:
+                done, whole = bar.tasks[task].completed + count, (bar.tasks[task].total or 0) + more
+                bar.update(task, completed=min(done, whole), total=whole, note=visible(note))  # a rank counts for others, and may be ahead
+
+            yield advance
 
 
 def step_line(m: dict[str, Any], steps: int) -> str:
