@@ -94,7 +94,12 @@ class Learner:
         algo = self.s.config.algo
         numbers: Numbers = dict.fromkeys((*MEASURED, *(["reference_kl"] if self.reference else [])))
         self._go_to(step)
-        numbers |= {"lr": self.optimizer.learning_rate() if step > self.warmup else None, "skipped": 0.0, "trained": 0, "nothing_trained": None}
+        numbers |= {
+            "lr": self.optimizer.learning_rate() if step > self.warmup else None,
+            "skipped": 0.0,
+            "trained": 0,
+            "nothing_trained": None,
+        }
         if not batch.groups:
             return numbers | {"nothing_trained": "silent"}, {}
         minibatches = _split(batch, algo.minibatches)

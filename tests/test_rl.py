@@ -128,7 +128,9 @@ def test_steps_in_a_row_that_train_nothing_end_the_run_saved(policy, tmp_path, c
     """Counted on after a resume; a step that trains begins the count anew."""
     s = session(policy, tmp_path, "constant", steps=9, max_empty_steps=3)
     s.empty_steps, s.trained_steps = 1, 4  # as a checkpoint says
-    with pytest.raises(NothingTrained, match=r"in 3 RL steps in a row \(rl.max_empty_steps=3\), in step 2 because every group .* check the reward"):
+    with pytest.raises(
+        NothingTrained, match=r"in 3 RL steps in a row \(rl.max_empty_steps=3\), in step 2 because every group .* check the reward"
+    ):
         train_rl(s)
     s.scorer.close()
     state = checkpoint.latest(tmp_path / "checkpoints").state

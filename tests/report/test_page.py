@@ -15,7 +15,7 @@ import pytest
 
 from hybrid_rl.report import read_run, write_report
 from hybrid_rl.report.charts import _one_a_step
-from hybrid_rl.report.samples import evaluation_cases, last_step_cases
+from hybrid_rl.report.samples import evaluation_cases, step_cases
 from hybrid_rl.run_folder.rollouts import write_rollouts
 from hybrid_rl.types import Group, Rollout, Task
 
@@ -132,12 +132,12 @@ def test_a_finished_run(finished: Path) -> None:
     for expected in (
         "reverse", "2026-03-04 10:20", "seed 7", "embedded tiny model (813 k parameters)", "0.0125", "+0.328", "+0.550",
         "± 0.02 standard error, 64 tasks", "2 min 00 s", "20,000", "0.7 GiB", "SFT loss", "Completion length", "Truncated", "Entropy",
-        "Mismatch KL", "nats, log scale", "Clip fraction", "Gradient norm", "Time by phase", "75 %", "Peak memory", "similarity",
+        "Mismatch KL", "nats, log scale", "Clip fraction", "Gradient norm", "Time by phase", "75 %", "Peak memory", "Learning rate", "Groups without a signal",
         "Resolved configuration", "2.13.0", "none",
     ):  # fmt: skip
         assert expected in page.text, expected
     assert "Not finished" not in page.text
-    assert html.count("<svg") == 12
+    assert html.count("<svg") == 13
     assert ">RL step</text>" in html, "chart text must stay text"
     assert len(html) < 250_000
 
@@ -152,7 +152,7 @@ def test_hostile_completions_are_text(run: Path) -> None:
     config = "name: '</pre><script>alert(3)</script>'\n"
     (run / "config.yaml").write_text(config)
     (run / "summary.json").write_text(json.dumps({"name": "<script>alert(4)</script>", "versions": {"<script>": "<b>"}}))
-    phases = {"stage": "rl", "step": 41, "seconds": {"<script>$": 1.0}, "parts": {"<script>$x_": 1.0}, "reward": 1.0}
+    phases = {"stage": "rl", "step": 41, "seconds": {"<script>$": 1.0}, "parts": {"<script>$x_": 1.0, "b": 0.0}, "reward": 1.0}
     write_metrics(run, [phases])
     page = Page(write_report(run).read_text("utf-8"))
     assert "script" not in page.tags
@@ -195,8 +195,8 @@ def test_samples_are_chosen_by_their_rules(tmp_path: Path) -> None:
     store(tmp_path / "step_9999.parquet", groups([0.0]))
     store(tmp_path / "step_10000.parquet", made)
     (tmp_path / "step_10001.parquet").write_bytes(b"PAR1 and no more")
-    step, last = last_step_cases(tmp_path)
-    assert step == 10000
+    ((first, _), (step, last)) = step_cases(tmp_path)
+    assert (first, step) == (9999, 10000), "the newest that is whole, and the first, which is the middle one too"
     assert [(case.title, case.prompt) for case in last] == [
         ("Best: task-1", "prompt 1"),
         ("Median: task-0", "prompt 0"),

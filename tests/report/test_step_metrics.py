@@ -110,7 +110,9 @@ def test_reward_by_source() -> None:
 
 
 def test_rewards_at_the_end_of_floats_have_a_mean_and_a_spread() -> None:
-    made = rollout_metrics(Batch([group(0, [1.5e308, -1.5e308, 1.5e308, 1.5e308], "a", parts={"x": [1.5e308] * 4}), group(1, [1.5e308] * 4, "b")]))
+    made = rollout_metrics(
+        Batch([group(0, [1.5e308, -1.5e308, 1.5e308, 1.5e308], "a", parts={"x": [1.5e308] * 4}), group(1, [1.5e308] * 4, "b")])
+    )
     assert made["reward"] == pytest.approx(1.125e308)
     assert made["reward_std"] == pytest.approx(1.5e308 * (math.sqrt(7) / 4))
     assert (made["parts"], made["parts_std"]) == ({"x": pytest.approx(7.5e307)}, {"x": pytest.approx(7.5e307)})

@@ -41,7 +41,9 @@ def test_round_trip_keeps_every_fact_and_its_absence(tmp_path: Path) -> None:
     }  # fmt: skip
     assert as_rollout(rows[0]) == group(4).rollouts[0]
     assert as_rollout(rows[1]) == group(4).rollouts[1]
-    assert rows[1] | {"versions": [], "finish_reason": None, "outcome": None, "reward": None, "reward_parts": {}, "advantage": None} == rows[1]
+    assert (
+        rows[1] | {"versions": [], "finish_reason": None, "outcome": None, "reward": None, "reward_parts": {}, "advantage": None} == rows[1]
+    )
     assert (rows[1]["error"], rows[1]["fault"]) == ("TimeoutError: 10 s", "timeout")
     assert rows[2]["advantage"] is None
     assert read_rollouts(path, ["reward", "versions"])[0] == {"reward": 0.25, "versions": [(3, 1), (4, 1)]}
@@ -50,7 +52,14 @@ def test_round_trip_keeps_every_fact_and_its_absence(tmp_path: Path) -> None:
 
 def test_only_the_newest_steps_and_the_first_stay(tmp_path: Path) -> None:
     """Evaluations between steps go with their steps; those of the stages, and what is none of ours, stay."""
-    names = [f"step_{n:04d}" for n in range(1, 13)] + ["eval_step_0004", "eval_step_0010", "eval_base", "eval_rl", "step_mine", "step_10000"]
+    names = [f"step_{n:04d}" for n in range(1, 13)] + [
+        "eval_step_0004",
+        "eval_step_0010",
+        "eval_base",
+        "eval_rl",
+        "step_mine",
+        "step_10000",
+    ]
     for name in names:
         (tmp_path / f"{name}.parquet").touch()
     remove_old(tmp_path, 12, 0)
