@@ -171,7 +171,7 @@ def _part(part: dict[str, Any]) -> str:
 def _right(run: Run) -> str:
     """When an evaluation's sample counts as correct."""
     least = number(_mapping(run.config, "eval").get("pass_reward"))
-    return "" if math.isnan(least) else f" with a reward of at least {shown(least)}"
+    return "" if math.isnan(least) else f"reward ≥ {shown(least)}"
 
 
 def _nothing(run: Run) -> str:
@@ -179,9 +179,9 @@ def _nothing(run: Run) -> str:
     reasons = [_text(r.get("nothing_trained")) for r in run.rl]
     if not reasons or not all(reasons):
         return ""
-    why = [f"{NOTHING[name][0]} ({reasons.count(name)})" for name in dict.fromkeys(reasons) if name in NOTHING]
+    why = [f"in {reasons.count(name)} of them {NOTHING[name][0]}" for name in dict.fromkeys(reasons) if name in NOTHING]
     remedy = NOTHING[reasons[-1]][1] if reasons[-1] in NOTHING else ""
-    return f"in any of {len(reasons)} RL steps: {'; '.join(why)}. What to do: {remedy}."
+    return f"None of {len(reasons)} RL steps had an update: {'; '.join(why)}. What to do: {remedy}."
 
 
 def _state(run: Run) -> str:
@@ -204,14 +204,14 @@ def _state(run: Run) -> str:
 def _evaluation_cards(run: Run) -> list[dict[str, str]]:
     """Reward before, after SFT, after RL: each with its standard error and the change from the one before."""
     cards: list[dict[str, str]] = []
-    before = math.nan
+    before, right = math.nan, _right(run)
     for name, (label, *_) in EVALUATIONS.items():
         record = run.evaluation(name)
         reward, tasks = number(record.get("reward")), number(record.get("tasks"))
         error = number(record.get("reward_std")) / math.sqrt(tasks) if tasks > 0 else math.nan
         note = "" if math.isnan(error) else f"± {error:.2g} standard error, {shown(tasks)} tasks"
         correct = number(record.get("correct"))
-        note += "" if math.isnan(correct) else f"{', ' if note else ''}{shown(correct, percent=True)} correct{_right(run)}"
+        note += "" if math.isnan(correct) else f"{', ' if note else ''}{shown(correct, percent=True)} correct" + (f" ({right})" if right else "")
         moved = reward - before
         change = f"{moved:+.3f}".replace("-", "\N{MINUS SIGN}") if abs(moved) < 1e6 else ""
         cards.append({"label": f"reward, {label}", "value": shown(reward), "change": change, "note": note})

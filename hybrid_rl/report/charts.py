@@ -70,7 +70,7 @@ class Axis:
         low, high, at = (
             math.log10(v) if self.log else v / 2 for v in (self.low, self.high, value)
         )  # halves: a difference is never infinite
-        return self.start + (self.end - self.start) * (at - low) / (high - low)
+        return self.start + (self.end - self.start) * ((at - low) / (high - low))
 
     def values(self, most: int = 5, whole: bool = False) -> list[float]:
         """At most about `most` round values on the axis."""
@@ -97,10 +97,10 @@ def number(value: object) -> float:
 def shown(value: object, percent: bool = False) -> str:
     """A number for people: three significant digits, thousands separated, a dash where there is none."""
     x = number(value)
+    if percent:
+        return f"{_short(100 * x)} %" if math.isfinite(100 * x) else "–"
     if math.isnan(x):
         return "–"
-    if percent:
-        return f"{_short(100 * x)} %"
     return f"{x:,.0f}" if 1000 <= abs(x) < 1e9 else _short(x)
 
 
@@ -246,9 +246,9 @@ def _correct(evals: Sequence[Record], right: str) -> Chart | None:
     inner = _inner(evals, "pass_at")
     ks = sorted({str(k) for step in inner for k in step}, key=lambda k: (len(k), k))[:COLOURS]
     if not ks:
-        return _line("Evaluation: correct", f"share of samples{right}", evals, "correct", percent=True)
+        return _line("Evaluation: correct", f"share of samples{right and ', ' + right}", evals, "correct", percent=True)
     curves = {f"pass@{k}": [number(step.get(k)) for step in inner] for k in ks}
-    return _lines("Evaluation: pass@k", f"share of tasks, k tries{right}", _steps(evals), curves, percent=True)
+    return _lines("Evaluation: pass@k", f"share of tasks, k tries{right and ', ' + right}", _steps(evals), curves, percent=True)
 
 
 def _reward(evals: Sequence[Record], rl: Sequence[Record]) -> Chart | None:
@@ -397,7 +397,7 @@ def _chart(
     x_label: str = "RL step", percent: bool = False, ticks: bool = True,
 ) -> Chart:  # fmt: skip
     x_ticks = [(f"{across.place(v):.1f}", _tick(v)) for v in across.values(6, whole=True)] if ticks else []
-    y_ticks = [(f"{down.place(v):.1f}", _tick(100 * v) + " %" if percent else _tick(v)) for v in down.values()]
+    y_ticks = [(f"{down.place(v):.1f}", shown(v, percent=True) if percent else _tick(v)) for v in down.values()]
     return Chart(title, unit, x_label, x_ticks, y_ticks, shapes, legend, latest)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_rl.report.charts import EVALUATIONS, number, shown
+from hybrid_rl.report.console import visible
 
 EVALUATED = 6  # tasks shown before and after
 HEAD, TAIL = 3000, 1500  # characters kept of a long text; the end holds the answer
@@ -103,7 +104,7 @@ def _fence(text: str) -> str:
 
 
 def _span(text: str) -> str:
-    text = " ".join(text.split())
+    text = " ".join(visible(text).split())
     ticks = "`" * (1 + max((len(run) for run in re.findall("`+", text)), default=0))
     return f"{ticks} {text} {ticks}" if "`" in text else f"`{text}`" if text else "–"
 

@@ -385,3 +385,220 @@ def test_same_files_same_bytes(run: Path) -> None:
 def test_importing_is_cheap() -> None:
     code = "import sys, hybrid_rl.report; sys.exit(any(m in sys.modules for m in ('matplotlib', 'jinja2', 'pyarrow', 'torch', 'yaml')))"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0
+
+
+# ---- charts -----------------------------------------------------------------------------------------------------------
+
+
+def drawn(html: str, title: str) -> dict[str, list[list[tuple[float, float]]]]:
+    """The paths of a chart by their kind and colour, each a list of (step, value), read back through the axes' labels."""
+    figure = re.search(f"<figure>\n<figcaption><b>{title}</b>.*?</figure>", html, flags=re.DOTALL)
+    assert figure, title
+    ticks = [
+        [(float(place), float(label.replace(",", "").replace(" %", "e-2").replace("\N{MINUS SIGN}", "-"))) for place, label in re.findall(pattern, figure[0])]
+        for pattern in (r'<text x="([\d.]+)" y="164"[^>]*>([^<]*)', r'<text x="43" y="([\d.]+)"[^>]*>([^<]*)')
+    ]  # fmt: skip
+
+    def value(axis: int, place: float) -> float:
+        (p, v), (q, w) = ticks[axis][0], ticks[axis][-1]
+        return v + (place - p) * (w - v) / (q - p)
+
+    found: dict[str, list[list[tuple[float, float]]]] = {}
+    for kind, colour, path in re.findall(r'<path class="([^"]*)" style="color: var\(--c(\d)\)" d="([^"]*)"', figure[0]):
+        runs = [re.findall(r"(-?[\d.]+) (-?[\d.]+)", part) for part in path.split("M")[1:]]
+        found[f"{kind} {colour}"] = [[(value(0, float(x)), value(1, float(y))) for x, y in run] for run in runs]
+    return found
+
+
+def near(points: list[tuple[float, float]], expected: list[tuple[float, float]], scale: float = 1.0) -> None:
+    """Equal to within a tenth of an SVG's unit."""
+    assert [x for x, _ in points] == pytest.approx([x for x, _ in expected], abs=0.1)
+    assert [y for _, y in points] == pytest.approx([y for _, y in expected], abs=0.002 * scale)
+
+
+def test_the_numbers_of_the_charts_are_those_of_the_metrics(tmp_path: Path) -> None:
+    steps = range(1, 13)
+    records = [
+        rl(
+            s,
+            reward=0.05 * s,
+            length=20.0 + s,
+            truncated=0.03 * s,
+            lr=1e-3 / s,
+            silent_groups=s % 5,
+            seconds={"rollout": 0.1 * s, "update": 0.2},
+        )
+        for s in steps
+    ]
+    write_metrics(tmp_path, records)
+    html = write_report(tmp_path).read_text("utf-8")
+    for title, key, scale in (
+        ("Reward", "reward", 1), ("Completion length", "length", 40), ("Truncated", "truncated", 1), ("Learning rate", "lr", 1e-3),
+        ("Groups without a signal", "silent_groups", 5),
+    ):  # fmt: skip
+        expected = [(s, float(records[s - 1][key])) for s in steps]  # type: ignore[arg-type]
+        near(drawn(html, title)["line 1"][0], expected, scale)
+        near([p for run in drawn(html, title)["dots 1"] for p in run], expected, scale)
+    bars = re.search(r'<path class="bars" style="color: var\(--c1\)" d="([^"]*)"', html)
+    assert bars
+    tops = [float(y) for y in re.findall(r"V([\d.]+)h", bars[1])]
+    heights = [150 - y for y in tops]
+    assert [h / heights[0] for h in heights] == pytest.approx(list(steps), rel=0.02)
+
+
+def test_a_gap_breaks_the_line_and_a_point_alone_is_seen(tmp_path: Path) -> None:
+    write_metrics(tmp_path, [rl(s, entropy=None if s in (3, 5, 6) else 1.0 / s) for s in range(1, 9)])
+    html = write_report(tmp_path).read_text("utf-8")
+    found = drawn(html, "Entropy")
+    assert [[round(x) for x, _ in run] for run in found["line 1"]] == [[1, 2], [7, 8]]
+    assert [round(x) for run in found["dots 1"] for x, _ in run] == [1, 2, 4, 7, 8]
+    write_metrics(tmp_path, [rl(s, entropy=None if s in (3, 50) else 1.0 / s) for s in range(1, 60) if s != 51])
+    assert "line 1" in drawn(write_report(tmp_path).read_text("utf-8"), "Entropy")
+
+
+def test_two_points_are_no_curve(tmp_path: Path) -> None:
+    write_metrics(tmp_path, [rl(1), rl(2), evaluation("base", 0, correct=0.1), evaluation("rl", 2, correct=0.4)])
+    html = write_report(tmp_path).read_text("utf-8")
+    assert 'class="line"' not in html
+    near([p for run in drawn(html, "Evaluation: correct")["dots 1"] for p in run], [(0, 0.1), (2, 0.4)])
+    write_metrics(tmp_path, [rl(1), rl(2), rl(3)])
+    assert 'class="line"' in write_report(tmp_path).read_text("utf-8")
+
+
+def test_the_band_of_the_reward_ends_at_the_rewards_of_its_step(tmp_path: Path) -> None:
+    ranges = [(0.0, 1.0), (0.25, 1.0), (0.0, 0.75)]
+    write_metrics(tmp_path, [rl(s, reward=0.5, reward_std=2.0, reward_min=low, reward_max=high) for s, (low, high) in enumerate(ranges, 1)])
+    (band,) = drawn(write_report(tmp_path).read_text("utf-8"), "Reward")["band 1"]
+    near(band, [(1, 0.0), (2, 0.25), (3, 0.0), (3, 0.75), (2, 1.0), (1, 1.0)])
+    write_metrics(tmp_path, [rl(s, reward=0.5, reward_std=0.25) for s in (1, 2, 3)])  # metrics of old have no range
+    (band,) = drawn(write_report(tmp_path).read_text("utf-8"), "Reward")["band 1"]
+    near(band, [(1, 0.25), (2, 0.25), (3, 0.25), (3, 0.75), (2, 0.75), (1, 0.75)])
+
+
+def test_one_part_of_the_reward_is_the_reward(tmp_path: Path) -> None:
+    write_metrics(tmp_path, [rl(1)])
+    assert "Parts of the reward" not in write_report(tmp_path).read_text("utf-8")
+    write_metrics(tmp_path, [rl(1, parts={"format": 1.0, "truth": 0.5})])
+    assert "Parts of the reward" in write_report(tmp_path).read_text("utf-8")
+
+
+def test_a_long_run_keeps_its_extremes_and_a_page_of_some_size(tmp_path: Path) -> None:
+    write_metrics(tmp_path, [rl(s, grad_norm=1.0 + (s % 7) / 7 + 50.0 * (s == 7777)) for s in range(1, 10_001)])
+    html = write_report(tmp_path).read_text("utf-8")
+    assert len(html) < 600_000
+    (line,) = drawn(html, "Gradient norm")["line 1"]
+    assert [x for x, _ in line] == sorted(x for x, _ in line)
+    near([max(line, key=lambda p: p[1])], [(7777, 51.0 + 0.0)], 500)
+    assert (line[0][0], line[-1][0]) == (pytest.approx(1, abs=5), pytest.approx(10_000, abs=5))
+
+
+# ---- what the page says of the run --------------------------------------------------------------------------------------
+
+CONFIG = """
+name: reverse
+eval: {pass_reward: 0.5}
+rollout: {batch_size: 128, group_size: 16}
+algo:
+  advantage: {_target_: hybrid_rl.algo.grpo.advantages}
+  loss: {_target_: my.parts.loss}
+  aggregation: {_target_: hybrid_rl.algo.aggregation.token_mean}
+  correction: {tis: {_target_: hybrid_rl.algo.tis.correct}}
+  kl: {coef: 0.01}
+  minibatches: 2
+  epochs: 1
+rl: {steps: 40, optimizer: {lr: 3.0e-06, schedule: cosine}}
+"""
+
+
+def test_algorithm_rate_batch_and_what_correct_means(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    write_metrics(tmp_path, [rl(1), evaluation("base", 0, correct=0.25)])
+    text = Page(write_report(tmp_path).read_text("utf-8")).text
+    method = "grpo + my.parts + token_mean + tis + KL 0.01 · learning rate 3e-6 cosine · 8 tasks × 16 rollouts a step · 2 updates a step"
+    assert method in text
+    assert text.index(method) < text.index("reward, base"), "at the top"
+    assert "25 % correct (reward ≥ 0.5)" in text
+    assert "share of samples, reward ≥ 0.5" in text
+
+
+def test_a_run_in_which_nothing_was_trained_says_so_in_large_letters(tmp_path: Path) -> None:
+    silent, cut = {"trained": 0, "nothing_trained": "silent"}, {"trained": 0, "nothing_trained": "truncated"}
+    write_metrics(tmp_path, [rl(1, **silent), rl(2, **silent), rl(3, **cut)])
+    html = write_report(tmp_path).read_text("utf-8")
+    assert '<p class="nothing"><b>Nothing was trained</b>None of 3 RL steps had an update: in 2 of them every group was dropped' in html
+    assert "in 1 of them every rollout reached rollout.max_tokens" in html
+    assert "What to do: raise rollout.max_tokens" in html
+    write_metrics(tmp_path, [rl(1, **silent), rl(2, trained=8, nothing_trained=None), rl(3, **silent)])
+    html = write_report(tmp_path).read_text("utf-8")
+    assert 'class="nothing"' not in html
+    assert "Nothing was trained in 2 of 3 RL steps, first in step 1." in html
+    write_metrics(tmp_path, [rl(1), evaluation("base", 0)])
+    assert "othing was trained" not in write_report(tmp_path).read_text("utf-8"), "a run of old does not say"
+    write_metrics(tmp_path, [evaluation("base", 0)])
+    assert "othing was trained" not in write_report(tmp_path).read_text("utf-8"), "evaluations alone train nothing by intent"
+
+
+def test_samples_of_the_first_a_middle_and_the_last_step(tmp_path: Path) -> None:
+    for step in (1, 4, 5, 6, 9):
+        store(tmp_path / f"step_{step:04d}.parquet", groups([0.1 * step, 0.0, 0.05]))
+    assert [step for step, _ in step_cases(tmp_path)] == [1, 5, 9]
+    (tmp_path / "step_0005.parquet").write_bytes(b"PAR1")
+    (tmp_path / "step_0009.parquet").write_bytes(b"PAR1")
+    assert [(step, cases[0].samples[0].completion) for step, cases in step_cases(tmp_path)] == [
+        (1, "completion 0 of reward 0.1"), (6, "completion 0 of reward 0.6000000000000001"),
+    ]  # fmt: skip
+
+
+# ---- files that are not as a run writes them ------------------------------------------------------------------------------
+
+STEERING = "a\x1b[31mred\x07\x00\x9b2J\u202eevil\u2066\u200f\u2028end"
+ESCAPED = r"a\x1b[31mred\x07\x00\x9b2J\u202eevil\u2066\u200f\u2028end"
+
+
+def test_what_steers_a_terminal_is_shown_escaped(tmp_path: Path) -> None:
+    made = groups([0.5, 0.1], (STEERING + "\r\nline\tend",))
+    made[0].rollouts[0].reward_parts = {STEERING: 1.0}
+    made[1].rollouts[0].reward, made[1].rollouts[0].error = None, STEERING
+    store(tmp_path / "rollouts" / "step_0001.parquet", made)
+    write_metrics(tmp_path, [rl(1, parts={STEERING: 0.5, "\ud800": 1.0})])
+    report = write_report(tmp_path)
+    for text in (report.read_bytes().decode(), (tmp_path / "samples.md").read_bytes().decode()):
+        assert ESCAPED + "\\r\nline\tend" in text
+        assert text.count(ESCAPED) >= 3
+        assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]", text)
+    assert r"\ud800 1" in report.read_text("utf-8")
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+ODD = {
+    "huge rewards": [rl(s, reward=1e308 * (-1) ** s, reward_std=1e308, parts={"a": 1.7e308, "b": -1.7e308}, grad_norm=1e-320) for s in range(1, 5)],
+    "the largest float": [rl(s, reward=1.7976931348623157e308, reward_std=0.0, length=5e-324, truncated=1e308, seconds={"rollout": 1.7e308}) for s in (1, 2, 3)],
+    "a step of 10**30": [rl(1), rl(10**30), rl(-1), rl(True)],
+    "whole numbers beyond floats": [rl(1, reward=10**400, silent_groups=10**400, tokens_per_second=10**300)],
+    "evaluations": [evaluation("base", 0, reward=1.7e308, reward_std=1e308, tasks=10**400), evaluation("rl", 1, reward=-1.7e308, correct=1e308)],
+    "ratios": [rl(s, ratio_p50=5e-324, ratio_max=1.7e308, mismatch_kl=5e-324) for s in (1, 2)],
+    "other kinds": [rl(1, alarms=[["x"], {"a": 1}, 3], seconds={"a": "1"}, sources=[1], nothing_trained=["silent"]), rl(2, nothing_trained="unheard")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_no_number_ends_the_report(tmp_path: Path, case: str) -> None:
+    write_metrics(tmp_path, ODD[case])
+    Page(html := write_report(tmp_path).read_text("utf-8"))
+    assert not re.search(r'd="[^"]*(nan|inf)|>[^<]*\b(nan|inf)\b', html)
+    if case == "a step of 10**30":
+        assert "3 unreadable lines" in html
+
+
+def test_no_nesting_ends_the_report(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(f'{DEEP}\n{{"stage": "rl", "step": 1, "reward": {DEEP}}}\n{json.dumps(rl(2))}\n')
+    (tmp_path / "summary.json").write_text(f'{{"name": {DEEP}}}')
+    for settings in (f"name: {DEEP}", "seed: 2026-99-99", "name: !!timestamp x", "? [a]\n: 1", f"seed: {'9' * 5000}"):
+        (tmp_path / "config.yaml").write_text(settings)
+        assert "2 unreadable lines" in write_report(tmp_path).read_text("utf-8")
+    nested = "[" * 700 + "]" * 700
+    (tmp_path / "config.yaml").unlink()
+    (tmp_path / "summary.json").write_text(
+        f'{{"name": {nested}, "seed": {nested}, "versions": {{"torch": {nested}}}, "model": {{"path": {nested}}}}}'
+    )
+    Page(write_report(tmp_path).read_text("utf-8"))
