@@ -67,11 +67,11 @@ def _memory_limits() -> Iterator[tuple[int, int]]:
             next((int(w) for w in (*_words(folder / new), *_words(folder / old)) if w.isdecimal()), None)
             for new, old in (("memory.max", "memory.limit_in_bytes"), ("memory.current", "memory.usage_in_bytes"))
         )
-        if limit is not None and used is not None:
+        if limit is not None:
             words = _words(folder / "memory.stat")
             statistics = dict(zip(words[::2], words[1::2], strict=False))
             cached = int(statistics.get("total_inactive_file", statistics.get("inactive_file", "0")))
-            yield limit, max(0, used - cached)
+            yield limit, max(0, (used or 0) - cached)
 
 
 def _cgroups(controller: str) -> Iterator[Path]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import os
 import shutil
 import signal
@@ -63,7 +62,6 @@ def run(config: Config, folder: Path, ranks: Ranks | None = None) -> int:
     console = Console(quiet=not ranks.main)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)
     try:
         if not config.dry_run:
             _train(config, folder, console, ranks)

@@ -211,7 +211,11 @@ def _evaluation_cards(run: Run) -> list[dict[str, str]]:
         error = number(record.get("reward_std")) / math.sqrt(tasks) if tasks > 0 else math.nan
         note = "" if math.isnan(error) else f"± {error:.2g} standard error, {shown(tasks)} tasks"
         correct = number(record.get("correct"))
-        note += "" if math.isnan(correct) else f"{', ' if note else ''}{shown(correct, percent=True)} correct" + (f" ({right})" if right else "")
+        note += (
+            ""
+            if math.isnan(correct)
+            else f"{', ' if note else ''}{shown(correct, percent=True)} correct" + (f" ({right})" if right else "")
+        )
         moved = reward - before
         change = f"{moved:+.3f}".replace("-", "\N{MINUS SIGN}") if abs(moved) < 1e6 else ""
         cards.append({"label": f"reward, {label}", "value": shown(reward), "change": change, "note": note})
