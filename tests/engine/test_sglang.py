@@ -233,7 +233,15 @@ def test_what_does_not_start_says_why(tiny_folder: Path) -> None:
 def test_a_recipe_trains_with_it(tmp_path: Path) -> None:
     """Whole runs of the command: every handover is verified, and what the engine sampled has the trainer's probabilities."""
     command = [sys.executable, "-m", "hybrid_rl.run", "+recipe=reverse", "engine=sglang", "handover.verify=true", f"output_dir={tmp_path}"]
-    small = ["sft.steps=4", "rl.steps=3", "eval.max_tasks=4", "rollout.batch_size=16", "rollout.group_size=4", "rollout.max_tokens=24"]
+    small = [
+        "sft.steps=4",
+        "rl.steps=3",
+        "rl.max_empty_steps=0",
+        "eval.max_tasks=4",
+        "rollout.batch_size=16",
+        "rollout.group_size=4",
+        "rollout.max_tokens=24",
+    ]
     result = subprocess.run([*command, *small], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "engine sglang" in result.stdout
