@@ -186,7 +186,8 @@ def _build(
         ranks.on_all(lambda: engine.sleep([KV_CACHE, WEIGHTS]))  # a new one is awake, and a resumed run may go on with training
         resumed.restore_policy(policy)
         session.version, session.evaluations = resumed.state["version"], resumed.state["evaluations"]
-        session.trained_steps, session.empty_steps = resumed.state["trained_steps"], resumed.state["empty_steps"]
+        session.trained_steps = resumed.state.get("trained_steps", 1)  # checkpoints of earlier versions do not count
+        session.empty_steps = resumed.state.get("empty_steps", 0)
         session.seconds, session.best = resumed.state["seconds"], resumed.state["best"]
         ranks.from_main(lambda: (folder / "summary.json").unlink(missing_ok=True))  # it marks a finished run, and this one goes on
     return session
