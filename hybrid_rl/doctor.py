@@ -11,10 +11,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from hybrid_rl.engine.sglang import interface
-from hybrid_rl.machine import cores
+from hybrid_rl.machine import cores, free_memory
 from hybrid_rl.sandbox import run as sandbox
 
 
@@ -62,7 +60,7 @@ def _version(package: str) -> str:
 
 
 def _memory() -> Check:
-    free = psutil.virtual_memory().available / 2**30
+    free = free_memory() / 2**30
     return Check("memory", free >= 2, f"{free:.1f} GiB available", "the embedded model's recipe needs about 2 GiB")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import os
 import shutil
 import signal
@@ -40,7 +39,7 @@ from hybrid_rl.processes.ranks import Ranks
 from hybrid_rl.processes.signals import Stopped
 from hybrid_rl.report import write_report
 from hybrid_rl.report.console import Console
-from hybrid_rl.rl import train_rl
+from hybrid_rl.rl import NothingTrained, train_rl
 from hybrid_rl.rollout.rewards import RewardError, Scorer
 from hybrid_rl.run_folder import checkpoint
 from hybrid_rl.run_folder.checkpoint import CheckpointError
@@ -52,6 +51,7 @@ from hybrid_rl.sft import train_sft
 # What ends a run with one line instead of a traceback: the line says what to do.
 EXPECTED = (
     ModelError, DataError, RewardError, EngineError, HandoverError, CheckpointError, TrainingDiverged, FolderInUse, SafetensorError, RoomError,
+    NothingTrained,
 )  # fmt: skip
 DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 TINY_PARAMETERS = 10_000_000  # below this, more threads than one cost more than they give
@@ -63,7 +63,6 @@ def run(config: Config, folder: Path, ranks: Ranks | None = None) -> int:
     console = Console(quiet=not ranks.main)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)
     try:
         if not config.dry_run:
             _train(config, folder, console, ranks)
@@ -99,8 +98,14 @@ def _train(config: Config, folder: Path, console: Console, ranks: Ranks) -> None
         stack.callback(_let_go, session)
         session.running["total"] = started
         _introduce(session, notes)
-        _stages(session)
+        try:
+            _stages(session)
+        except NothingTrained:
+            ranks.from_main(lambda: write_report(folder))
+            raise
         _finish(session)
+        if config.rl.steps and config.rl.max_empty_steps and not session.trained_steps:
+            raise NothingTrained(f"the run trained nothing: none of its RL steps had a gradient; see why in {folder / 'report.html'}")
 
 
 def _let_go(s: Session) -> None:
@@ -182,6 +187,8 @@ def _build(
         ranks.on_all(lambda: engine.sleep([KV_CACHE, WEIGHTS]))  # a new one is awake, and a resumed run may go on with training
         resumed.restore_policy(policy)
         session.version, session.evaluations = resumed.state["version"], resumed.state["evaluations"]
+        session.trained_steps = resumed.state.get("trained_steps", 1)  # checkpoints of earlier versions do not count
+        session.empty_steps = resumed.state.get("empty_steps", 0)
         session.seconds, session.best = resumed.state["seconds"], resumed.state["best"]
         ranks.from_main(lambda: (folder / "summary.json").unlink(missing_ok=True))  # it marks a finished run, and this one goes on
     return session
@@ -266,7 +273,8 @@ def _resume_point(config: Config, folder: Path) -> tuple[checkpoint.Checkpoint |
 
 
 MAY_CHANGE = (
-    "resume:", "output_dir:", "rl.steps:", "rl.checkpoint_every:", "rl.keep_checkpoints:", "rl.keep_best:", "rl.eval_every:",
+    "resume:", "output_dir:", "rl.steps:", "rl.checkpoint_every:", "rl.keep_checkpoints:", "rl.keep_best:", "rl.eval_every:", "rl.max_empty_steps:",
+    "rollout.keep_steps:",
     "sft.checkpoint_every:", "checkpoint.", "ranks:", "rank_timeout:", "rollout.max_reward_failures:", "stop_timeout:", "rollout.reward_start_timeout:",
     "policy.shard:", "policy.offload:", "policy.activation_checkpointing:", "handover.", "engine.timeout:", "engine.start_timeout:",
     "engine.restarts:", "engine.memory_fraction:", "engine.tensor_parallel:",

@@ -315,7 +315,7 @@ LEAST = {
     "policy.max_bad_steps": 1, "policy.shard": 0, "policy.lora.rank": 0, "policy.lora.alpha": 1, "handover.bucket_mib": 1,
     "sft.steps": 0, "sft.batch_size": 1, "sft.checkpoint_every": 0, "rl.steps": 0, "algo.minibatches": 1, "algo.epochs": 1,
     "algo.kl.horizon": 1, "algo.critic.warmup_steps": 0, "algo.critic.optimizer.warmup_steps": 0,
-    "rl.checkpoint_every": 1, "rl.keep_checkpoints": 1, "rl.eval_every": 0, "eval.temperature": 0, "eval.samples": 1,
+    "rl.checkpoint_every": 1, "rl.keep_checkpoints": 1, "rl.eval_every": 0, "rl.max_empty_steps": 0, "rollout.keep_steps": 0, "eval.temperature": 0, "eval.samples": 1,
     "eval.max_tasks": 0, "threads": 0, "ranks": 0, "seed": 0, "sft.optimizer.warmup_steps": 0, "rl.optimizer.warmup_steps": 0,
     "sft.optimizer.weight_decay": 0, "rl.optimizer.weight_decay": 0, "model.tiny.layers": 1, "model.tiny.heads": 1,
     "model.tiny.kv_heads": 1, "model.tiny.hidden_size": 1, "model.tiny.head_dim": 2, "model.tiny.intermediate_size": 1,

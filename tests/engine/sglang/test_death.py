@@ -139,7 +139,15 @@ def test_what_does_not_start_ends_in_one_line_that_names_its_log(tiny_folder: Pa
 
 def sampling_run(folder: Path, *overrides: str) -> subprocess.Popen:
     command = [sys.executable, "-m", "hybrid_rl.run", "+recipe=reverse", "engine=sglang", f"output_dir={folder}"]
-    small = ["sft.steps=2", "rl.steps=3", "eval.max_tasks=4", "rollout.batch_size=16", "rollout.group_size=4", "rollout.max_tokens=24"]
+    small = [
+        "sft.steps=2",
+        "rl.steps=3",
+        "rl.max_empty_steps=0",
+        "eval.max_tasks=4",
+        "rollout.batch_size=16",
+        "rollout.group_size=4",
+        "rollout.max_tokens=24",
+    ]
     return subprocess.Popen([*command, *small, *overrides], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
