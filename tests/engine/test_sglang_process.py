@@ -150,3 +150,15 @@ def test_one_that_cannot_be_imported_is_one_line_and_a_log(broken_sglang, tmp_pa
         assert "shared object file" in error.value.__notes__[0]
         assert "of a start before" not in error.value.__notes__[0]
     assert not isinstance(error.value, EngineDied)  # nothing would come of starting it again
+
+
+@pytest.mark.slow
+def test_a_run_says_it_in_one_line(broken_sglang, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hybrid_rl.run", "+recipe=reverse", "engine=sglang", "ranks=2", f"output_dir={tmp_path}"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    said = [line for line in (result.stdout + result.stderr).splitlines() if "SGLang" in line]
+    assert result.returncode == 1
+    assert len(said) == 1
+    assert "Traceback" not in result.stdout + result.stderr
+    assert said[0].startswith("hybrid_rl: SGLang")
+    assert "ImportError: libcudart.so.13" in said[0]
