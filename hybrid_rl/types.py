@@ -7,7 +7,7 @@ stages later. This module imports neither torch nor transformers: reward workers
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,13 +27,17 @@ VersionSegments = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One problem: chat messages to answer, the truth the reward compares with, and what SFT may imitate."""
+    """One problem: chat messages to answer, the truth the reward compares with, and what SFT may imitate.
+
+    `columns` holds what else its source says of it, by name, for rewards that need more than the answer: values that JSON can hold.
+    """
 
     id: str
     messages: tuple[dict[str, str], ...]
     answer: str
     demonstration: str | None = None
     source: str = ""
+    columns: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.id:

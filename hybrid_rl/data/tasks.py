@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,18 @@ class TaskSets:
                 owner[task.id] = name
 
 
+    def digests(self) -> dict[str, str]:
+        """Return a SHA-256 of each set by name: everything that its tasks say, in their order."""
+        digests = {}
+        for name, tasks in (("rl", self.rl), ("sft", self.sft), ("eval", self.eval)):
+            digest = sha256()
+            for task in tasks:
+                said = (task.id, task.messages, task.answer, task.demonstration, task.source, task.columns)
+                digest.update(json.dumps(said, sort_keys=True).encode() + b"\n")
+            digests[name] = digest.hexdigest()
+        return digests
+
+
 def _problem(task: Task) -> str:
     """What the tokenizer could not take, or would take for something else. An answer may be any text: only the reward reads it."""
     texts = [(f"the content of message {i}", message["content"]) for i, message in enumerate(task.messages)]
@@ -49,6 +63,11 @@ def _problem(task: Task) -> str:
             return f"{what} is of type {type(text).__name__}, not a text"
         if what != "the answer" and surrogates(text):
             return f"{what} has half of a surrogate pair, which no tokenizer takes"
+    if task.columns:
+        try:
+            json.dumps(task.columns, sort_keys=True)
+        except (TypeError, ValueError, RecursionError) as error:
+            return f"its columns are not values that JSON can hold ({str(error).splitlines()[0]})"
     return ""
 
 
@@ -64,7 +83,7 @@ def surrogates(text: str) -> bool:
 def load_task_sets(config: dict[str, Any], *, rl_tasks: int, sft_tasks: int) -> TaskSets:
     """Call the recipe's loader. Raises DataError where it fails, and for a set smaller than what one step draws from it (0: set unused)."""
     try:
-        sets = instantiate(config)
+        sets = instantiate({key: value for key, value in config.items() if key != "template_arguments"})  # those are the renderer's
     except InstantiationException as error:
         cause = error.__cause__ or error
         raise (
