@@ -266,7 +266,9 @@ class Config:
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     handover: HandoverConfig = field(default_factory=HandoverConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    data: dict[str, Any] = field(default_factory=dict)  # _target_: a function that returns hybrid_rl.data.TaskSets
+    # _target_: a function that returns hybrid_rl.data.TaskSets, the other keys are its arguments, but template_arguments: variables of the
+    # model's chat template, like {enable_thinking: false}
+    data: dict[str, Any] = field(default_factory=lambda: {"template_arguments": {}})
     reward: dict[str, Any] = field(default_factory=dict)  # _target_: a function (completion, task) → reward
     sft: SftConfig = field(default_factory=SftConfig)
     rl: RlConfig = field(default_factory=RlConfig)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import statistics
 import tempfile
+from datetime import datetime
 from pathlib import Path
 
 import torch
 
 from hybrid_rl.config import Config
-from hybrid_rl.data import load_task_sets
-from hybrid_rl.data.render import check_prompts, demonstration, marks_in, prompt_ids
+from hybrid_rl.data import load_task_sets, template_arguments
+from hybrid_rl.data.render import check_prompts, demonstration
+from hybrid_rl.data.template import fix_template
 from hybrid_rl.engine.make import ENGINES, choose_engine
 from hybrid_rl.machine import machine
 from hybrid_rl.policy import tiny
@@ -20,6 +22,7 @@ from hybrid_rl.preflight.budget import Sizes, check_room, disk_bytes, measure, m
 from hybrid_rl.processes.ranks import Ranks
 from hybrid_rl.report.console import Console
 from hybrid_rl.rollout.rewards import Scorer
+from hybrid_rl.run_folder.clock import FILE, read_clock
 
 
 def print_plan(config: Config, folder: Path, console: Console, ranks: Ranks) -> None:
@@ -32,11 +35,13 @@ def print_plan(config: Config, folder: Path, console: Console, ranks: Ranks) -> 
             tiny.create(Path(temporary), config.model.tiny, config.seed)
         tokenizer = read_tokenizer(config.model.path or temporary)
         sizes = measure(config, config.model.path or temporary)
-    check_prompts(
+    now = read_clock(Path(config.resume)) if (Path(config.resume) / FILE).exists() else datetime.now()
+    fix_template(tokenizer, template_arguments(config.data), now)
+    checked = check_prompts(
         tasks, tokenizer, sizes.model.get_text_config().vocab_size,
         max_tokens=r.max_prompt_tokens, row_tokens=config.policy.row_tokens, sft=bool(config.sft.steps),
     )  # fmt: skip
-    prompts = [len(prompt_ids(task, tokenizer, r.max_prompt_tokens)) for task in [*tasks.rl, *tasks.eval]]
+    prompts = [*checked.lengths["rl"], *checked.lengths["eval"]]
     scorer = Scorer(config.reward, 1, r.reward_timeout, r.reward_start_timeout)
     try:
         scorer.check()
@@ -56,8 +61,8 @@ def print_plan(config: Config, folder: Path, console: Console, ranks: Ranks) -> 
     console.say(
         f"tasks      {len(tasks.sft):,} SFT, {len(tasks.rl):,} RL, {len(tasks.eval):,} held out; prompts of {min(prompts)} to {max(prompts)} tokens"
     )
-    if marks := marks_in(tasks, tokenizer):
-        console.say(f"note       {marks}")
+    for note in checked.notes:
+        console.say(f"note       {note}")
     prompt = statistics.fmean(prompts)
     if config.sft.steps:
         answers = [demonstration(task, tokenizer, r.max_prompt_tokens).sampled for task in tasks.sft[:1000]]

@@ -11,6 +11,7 @@ import signal
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 
@@ -21,8 +22,9 @@ from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
 from hybrid_rl.config import Config
-from hybrid_rl.data import DataError, TaskSets, load_task_sets
-from hybrid_rl.data.render import check_prompts, marks_in
+from hybrid_rl.data import DataError, TaskSets, load_task_sets, template_arguments
+from hybrid_rl.data.render import Checked, check_prompts
+from hybrid_rl.data.template import fix_template
 from hybrid_rl.engine.base import KV_CACHE, WEIGHTS, EngineError
 from hybrid_rl.engine.make import ENGINES, make_engine
 from hybrid_rl.evaluate import evaluate
@@ -43,6 +45,7 @@ from hybrid_rl.rl import train_rl
 from hybrid_rl.rollout.rewards import RewardError, Scorer
 from hybrid_rl.run_folder import checkpoint
 from hybrid_rl.run_folder.checkpoint import CheckpointError
+from hybrid_rl.run_folder.clock import read_clock, start_clock
 from hybrid_rl.run_folder.files import FolderInUse, alone_in, json_text, remove_unfinished, sync_tree, write_json, write_text
 from hybrid_rl.run_folder.metrics import Metrics
 from hybrid_rl.session import GOES_ON, Session
@@ -94,10 +97,10 @@ def _train(config: Config, folder: Path, console: Console, ranks: Ranks) -> None
         r = config.rollout
         scorer = Scorer(config.reward, r.reward_workers, r.reward_timeout, r.reward_start_timeout)
         stack.callback(scorer.close)
-        session = _build(config, folder, console, scorer, resumed, ranks)
+        session, found = _build(config, folder, console, scorer, resumed, ranks)
         stack.callback(_let_go, session)
         session.running["total"] = started
-        _introduce(session, notes)
+        _introduce(session, [*found, *notes])
         _stages(session)
         _finish(session)
 
@@ -153,8 +156,8 @@ def _evaluate(s: Session, name: str, step: int = 0) -> None:
 
 def _build(
     config: Config, folder: Path, console: Console, scorer: Scorer, resumed: checkpoint.Checkpoint | None, ranks: Ranks
-) -> Session:  # fmt: skip
-    """Load everything the stages need; where a checkpoint is resumed, as it stood then."""
+) -> tuple[Session, list[str]]:  # fmt: skip
+    """Load everything the stages need, as the resumed checkpoint has it, if there is one; also return what a user should know of the prompts."""
     device, r = pick_device(config.device), config.rollout
     tasks = load_task_sets(
         config.data,
@@ -164,11 +167,13 @@ def _build(
     model_folder = Path(config.model.path) if config.model.path else folder / "base_model"
     if not config.model.path and resumed is None:
         ranks.from_main(lambda: _make_tiny(model_folder, config))
-    ranks.from_main(lambda: _check_prompts(tasks, model_folder, config))
+    now = ranks.from_main(lambda: read_clock(folder) if resumed else start_clock(folder))
+    checked = ranks.from_main(lambda: _check_prompts(tasks, model_folder, config, now))
     ranks.from_main(lambda: check_room(config, measure(config, model_folder), device, ranks, folder))
     scorer.check()
     torch.manual_seed(config.seed)  # adapters begin at random
     policy = Policy.load(model_folder, device, config.policy, ranks)
+    fix_template(policy.tokenizer, template_arguments(config.data), now)
     threads = 1 if policy.parameter_count() < TINY_PARAMETERS else max(1, cores() // ranks.local_world)
     torch.set_num_threads(config.threads or threads)
     ranks.from_main(lambda: (folder / "rollouts").mkdir(parents=True, exist_ok=True))
@@ -183,14 +188,15 @@ def _build(
         session.version, session.evaluations = resumed.state["version"], resumed.state["evaluations"]
         session.seconds, session.best = resumed.state["seconds"], resumed.state["best"]
         ranks.from_main(lambda: (folder / "summary.json").unlink(missing_ok=True))  # it marks a finished run, and this one goes on
-    return session
+    return session, checked.notes
 
 
-def _check_prompts(tasks: TaskSets, model_folder: Path, config: Config) -> None:
+def _check_prompts(tasks: TaskSets, model_folder: Path, config: Config, now: datetime) -> Checked:
     """Before the model loads: can each task be rendered, and does it fit?"""
     vocabulary, r = read_config(model_folder).get_text_config().vocab_size, config.rollout
-    check_prompts(
-        tasks, read_tokenizer(model_folder), vocabulary,
+    tokenizer = fix_template(read_tokenizer(model_folder), template_arguments(config.data), now)
+    return check_prompts(
+        tasks, tokenizer, vocabulary,
         max_tokens=r.max_prompt_tokens, row_tokens=config.policy.row_tokens, sft=bool(config.sft.steps),
     )  # fmt: skip
 
@@ -213,8 +219,6 @@ def _introduce(s: Session, notes: list[str]) -> None:
     adapters = f", of which {trained:,} are trained (LoRA adapters of rank {config.policy.lora.rank})" if config.policy.lora.rank else ""
     say(f"model:   {config.model.path or 'embedded tiny Qwen3'}, {s.policy.parameter_count():,} parameters{adapters}")
     say(f"tasks:   {len(s.tasks.sft):,} for SFT, {len(s.tasks.rl):,} for RL, {len(s.tasks.eval):,} held out")
-    if marks := marks_in(s.tasks, s.policy.tokenizer):
-        say(f"note:    {marks}")
     if config.rollout.top_k or config.rollout.top_p < 1:
         say("note:    top-k or top-p restrict sampling; the update still compares whole distributions, so ratios are biased")
     if s.resumed:

@@ -187,7 +187,7 @@ class _Reader:
         raise DataError(f"{self.path}, {self.place}: {key}={short(value)}: {problem}")
 
 
-NOTHING = (None, "", [], {})  # what a message's other keys may be: some writers fill them in
+NOTHING: tuple[Any, ...] = (None, "", [], {})  # what a message's other keys may be: some writers fill them in
 EXAMPLE = "[{'role': 'user', 'content': '…'}]"
 SURROGATE = "has half of a surrogate pair, which is no character; escape both halves, or write the character itself"
 WHAT = {

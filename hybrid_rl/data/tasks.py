@@ -15,6 +15,8 @@ from hydra.utils import instantiate
 
 from hybrid_rl.types import Task
 
+ARGUMENTS = "template_arguments"
+
 
 class DataError(ValueError):
     """Tasks that cannot be used, with what to change."""
@@ -40,7 +42,6 @@ class TaskSets:
                     where = f"twice in {name}" if owner[task.id] == name else f"in both {owner[task.id]} and {name}"
                     raise DataError(f"data: task {task.id!r} is {where}; ids must be unique and the sets disjoint")
                 owner[task.id] = name
-
 
     def digests(self) -> dict[str, str]:
         """Return a SHA-256 of each set by name: everything that its tasks say, in their order."""
@@ -80,10 +81,15 @@ def surrogates(text: str) -> bool:
     return False
 
 
+def template_arguments(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the variables of the chat template that the `data` section sets; all its other keys are its function's."""
+    return dict(config.get(ARGUMENTS) or {})
+
+
 def load_task_sets(config: dict[str, Any], *, rl_tasks: int, sft_tasks: int) -> TaskSets:
     """Call the recipe's loader. Raises DataError where it fails, and for a set smaller than what one step draws from it (0: set unused)."""
     try:
-        sets = instantiate({key: value for key, value in config.items() if key != "template_arguments"})  # those are the renderer's
+        sets = instantiate({key: value for key, value in config.items() if key != ARGUMENTS})
     except InstantiationException as error:
         cause = error.__cause__ or error
         raise (

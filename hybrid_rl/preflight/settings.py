@@ -236,7 +236,12 @@ def _problems(c: DictConfig) -> Iterator[tuple[str, str]]:
         elif not any(folder.glob("*.safetensors")):
             yield "model.path", "has no *.safetensors file; weights are read in that format only"
     for key in ("data", "reward", *PARTS, *(f"algo.correction.{name}" for name in c.algo.correction)):
-        if problem := _target_problem(OmegaConf.to_container(OmegaConf.select(c, key)), CALLED_WITH.get(key, ("batch",))):
+        node = OmegaConf.to_container(OmegaConf.select(c, key))
+        if key == "data" and isinstance(node, dict):
+            arguments = node.pop("template_arguments", None)  # they are the renderer's
+            if not isinstance(arguments, dict | None):
+                yield "data.template_arguments", "must be a mapping of the chat template's variables, like {enable_thinking: false}"
+        if problem := _target_problem(node, CALLED_WITH.get(key, ("batch",))):
             yield problem[0] and f"{key}.{problem[0]}", problem[1]
 
 

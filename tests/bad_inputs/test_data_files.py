@@ -113,8 +113,8 @@ TRAIN = "".join(f"{row}\n" for row in GOOD).encode()
 FILES: dict[str, tuple[dict, dict[str, bytes], str]] = {
     "not there": ({"rl": "no.jsonl"}, {}, "data.rl=no.jsonl: cannot be read: No such file or directory (relative paths begin at {here})"),
     "a folder": ({"rl": "folder.jsonl"}, {"folder.jsonl/x": b""}, "data.rl=folder.jsonl: cannot be read: Is a directory (relative paths begin at {here})"),
-    "another kind": ({"rl": "train.csv"}, {"train.csv": b"a,b"}, "data.rl=train.csv: must be a file that ends in .jsonl (one JSON object a line) or .parquet"),
-    "a data set's name": ({"eval": "someone/something"}, {}, "data.eval=someone/something: must be a file that ends in .jsonl (one JSON object a line) or .parquet"),
+    "another kind": ({"rl": "train.csv"}, {"train.csv": b"a,b"}, "data.rl=train.csv: must be a file that ends in .jsonl (one JSON object a line), .jsonl.gz or .parquet"),
+    "a data set's name": ({"eval": "someone/something"}, {}, "data.eval=someone/something: must be a file that ends in .jsonl (one JSON object a line), .jsonl.gz or .parquet"),
     "a list of files": ({"rl": ["train.jsonl"]}, {}, "data.rl=['train.jsonl']: must be the path of a .jsonl or .parquet file"),
     "no eval": ({"eval": None}, {}, "data.eval=None: must be the path of a .jsonl or .parquet file"),
     "empty": ({}, {"train.jsonl": b""}, "train.jsonl: has no rows; data.rl needs at least one"),
