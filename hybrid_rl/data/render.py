@@ -74,7 +74,7 @@ def _check(
             for task in some:
                 begin(f"task {task.id}: {TEMPLATE}")
                 texts.append(_text(task, template))
-                for role in _absent(task, texts[-1]):
+                for role in set(_absent(task, texts[-1])):
                     absent.setdefault(role, []).append(task.id)
             if first == 0 and some:
                 if _text(some[0], template) != texts[0]:
@@ -87,16 +87,13 @@ def _check(
                 names = [f"task {task.id}, demonstration: the tokenizer" for task in some]
                 answers = _each([str(task.demonstration) for task in some], tokenizer, names, begin)
             for task, prompt, answer in zip(some, prompts, answers, strict=True):
-                if problem := _prompt_problem(prompt, tokenizer, max_tokens):
+                problem = _prompt_problem(prompt, tokenizer, max_tokens)
+                if not problem and (last := max(*prompt, *answer, 0)) >= vocabulary:
+                    problem = f"the tokenizer gives token {last}, the model knows {vocabulary}; they do not belong together"
+                if not problem and name == "sft" and (length := len(prompt) + len(answer) + 1) > row_tokens:
+                    problem = f"prompt and demonstration have {length} tokens, policy.row_tokens={row_tokens}; raise it or drop the task"
+                if problem:
                     raise DataError(f"task {task.id}: {problem}")
-                if (last := max(*prompt, *answer, 0)) >= vocabulary:
-                    raise DataError(
-                        f"task {task.id}: the tokenizer gives token {last}, the model knows {vocabulary}; they do not belong together"
-                    )
-                if name == "sft" and (length := len(prompt) + len(answer) + 1) > row_tokens:
-                    raise DataError(
-                        f"task {task.id}: prompt and demonstration have {length} tokens, policy.row_tokens={row_tokens}; raise it or drop the task"
-                    )
                 lengths[name].append(len(prompt))
     notes = [
         f"the chat template leaves out the {role} message of {len(ids)} task{'s' * (len(ids) > 1)} (first: task {ids[0]}); the model never "

@@ -1,5 +1,6 @@
 """Tasks in files: each bad row ends in one line with file, line, key, value and what to do, before the model loads."""
 
+import gzip
 import json
 import re
 
@@ -50,6 +51,9 @@ ROWS: dict[str, tuple[str | bytes, str]] = {
     "infinite": ('{"prompt": "a", "answer": 1e999}', ": answer=inf: is a number, which has no JSON text; write it as a text"),
     "too deep": ("[" * 100_000, Begins(": is not JSON that can be read: maximum recursion depth exceeded")),
     "too many digits": ('{"prompt": "a", "answer": ' + "1" * 5000 + "}", Begins(": is not JSON that can be read: Exceeds the limit (4300 digits)")),
+    "far too deep for a worker": ('{"prompt": "a", "answer": "1", "x": ' + "[" * 150 + "]" * 150 + "}", ": has lists and objects more than 100 levels deep; write its inner part as a text"),
+    "objects far too deep": ('{"prompt": "a", "answer": "1", "x": ' + '{"a":' * 150 + "1" + "}" * 151, ": has lists and objects more than 100 levels deep; write its inner part as a text"),
+    "many keys, the last twice": ("{" + ", ".join(f'"k{i}": 1' for i in range(100_000)) + ', "k99999": 1}', ": is not JSON that can be read: the key 'k99999' is there twice"),
     "no prompt": ('{"question": "a", "answer": "1"}', ": has no 'prompt', which is what the policy is asked (set data.prompt to the key that has it); there are: question, answer"),
     "nearly prompt": ('{"promt": "a", "answer": "1"}', ": has no 'prompt'; did you mean 'promt'? Then set data.prompt=promt"),
     "no answer": ('{"prompt": "a", "solution": "1"}', ": has no 'answer', which is what the reward compares with (set data.answer to the key that has it; answer=null where there is none); there are: prompt, solution"),
@@ -68,6 +72,7 @@ ROWS: dict[str, tuple[str | bytes, str]] = {
     "messages null": ('{"messages": null, "answer": "1"}', ": has no 'prompt', which is what the policy is asked (set data.prompt to the key that has it); there are: messages, answer"),
     "messages a text": ('{"messages": "hi", "answer": "1"}', f": messages='hi': is a text; {WHAT}"),
     "messages empty": ('{"messages": [], "answer": "1"}', f": messages=[]: is an empty list; {WHAT}"),
+    "a tool call": (said(user(tool_calls=[{"id": "1"}])), ": messages[0].tool_calls=[{'id': '1'}]: is not supported; a message has role and content only"),
     "no role": (said({"content": "hi"}), ": messages[0]={'content': 'hi'}: has no role; " + MESSAGE),
     "no content": (said(user(), {"role": "user"}), ": messages[1]={'role': 'user'}: has no content; " + MESSAGE),
     "content in parts": (said(user([{"type": "text", "text": "hi"}])), ": messages[0].content=[{'type': 'text', 'text': 'hi'}]: is a list; it must be a text"),
@@ -129,6 +134,15 @@ FILES: dict[str, tuple[dict, dict[str, bytes], str]] = {
     "no key for a prompt": ({"prompt": None}, {}, "data.prompt=None: must be the name of a key, as text"),
     "empty system prompt": ({"system_prompt": " "}, {}, "data.system_prompt=' ': is empty"),
     "system prompt a number": ({"system_prompt": 3}, {}, "data.system_prompt=3: is a number; it must be a text"),
+    "gzip cut off": ({}, {"train.jsonl": gzip.compress(TRAIN)[:-9]}, "data.rl=train.jsonl: cannot be read: Compressed file ended before the end-of-stream marker was reached (relative paths begin at {here})"),
+    "gzip damaged": ({}, {"train.jsonl": gzip.compress(TRAIN)[:20] + b"\xff" * 30}, "data.rl=train.jsonl: cannot be read: Error -3 while decompressing data: invalid code lengths set (relative paths begin at {here})"),
+    "zstd": ({}, {"train.jsonl": b"\x28\xb5\x2f\xfd and more"}, "data.rl=train.jsonl: is a zstd file, which is not read; unpack it, or pack it with gzip"),
+    "a gzip bomb": ({}, {"train.jsonl": gzip.compress(b'{"prompt": "a", "answer": "1"}\n' * 4_000_000, 9)}, "train.jsonl: has {size} bytes and opens to 64 MiB or more, over 200 times its size; it is not read. Write it anew, uncompressed, if it is meant"),
+    "a line without an end": ({}, {"train.jsonl": b"[" * (2**26 + 1)}, "train.jsonl, line 1: is longer than 64 MiB; a row is one line"),
+    "an inner key that is not there": ({"answer": "reward_model.ground_thruth"}, {"test.jsonl": b'{"prompt": "a", "reward_model": {"style": "rule", "ground_truth": "1"}}'}, "test.jsonl, line 1: has no 'reward_model.ground_thruth'; did you mean 'reward_model.ground_truth'? Then set data.answer=reward_model.ground_truth"),
+    "a path through a text": ({"answer": "prompt.x"}, {}, "test.jsonl, line 1: has no 'prompt.x', which is what the reward compares with (set data.answer to the key that has it; answer=null where there is none); there are: prompt, answer"),
+    "columns that are not there": ({"columns": ["levle"]}, {"test.jsonl": b'{"prompt": "a", "answer": "1", "level": 3}'}, "test.jsonl, line 1: has no 'levle'; did you mean 'level'? Then set data.columns=level"),
+    "columns a text": ({"columns": "level"}, {}, "data.columns='level': must be a list of keys' names"),
     "too few": ({}, {"train.jsonl": TRAIN[:32]}, "data: the rl set has 1 tasks, fewer than the 2 that a step needs (rollout.batch_size / rollout.group_size)"),
     "damaged parquet": ({"rl": "t.parquet"}, {"t.parquet": b"PAR1 and no more"}, "data.rl=t.parquet: cannot be read: Parquet magic bytes not found in footer. Either the file is corrupted or this is not a parquet file. (relative paths begin at {here})"),
     "empty file called parquet": ({"rl": "t.parquet"}, {"t.parquet": b""}, "data.rl=t.parquet: cannot be read: Parquet file size is 0 bytes (relative paths begin at {here})"),
@@ -141,7 +155,8 @@ def test_bad_file(name, files, last_line):
     for file, content in {"train.jsonl": TRAIN, **contents}.items():
         (files / file).parent.mkdir(exist_ok=True)
         (files / file).write_bytes(content)
-    assert last_line(data=section(**settings)) == expected.format(here=files)
+    size = f"{(files / 'train.jsonl').stat().st_size:,}"
+    assert last_line(data=section(**settings)) == expected.format(here=files, size=size)
 
 
 TEXT, LIST = pa.array(["one", "two"]), pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
