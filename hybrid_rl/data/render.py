@@ -79,7 +79,7 @@ def _check(
             if first == 0 and some:
                 if _text(some[0], template) != texts[0]:
                     raise DataError(f"task {some[0].id}: {TEMPLATE} gives another prompt each time; take out what is random in it")
-                idle -= {argument for argument in idle if _text(some[0], template.without(argument)) != texts[0]}
+                idle -= {argument for argument in idle if _differs(some[0], template.without(argument), texts[0])}
             begin(f"tasks {some[0].id} to {some[-1].id}: the tokenizer")
             prompts = _each(texts, tokenizer, [f"task {task.id}: the tokenizer" for task in some], begin)
             answers: list[list[int]] = [[]] * len(some)
@@ -165,6 +165,13 @@ def _text(task: Task, template: Callable[..., Any]) -> str:
     except Exception as error:  # the template is a program that came with the model: it may raise anything
         reason = (str(error).strip().splitlines() or [""])[0]
         raise DataError(f"task {task.id}: the tokenizer's chat template does not take its messages: {reason}") from error
+
+
+def _differs(task: Task, template: Template, text: str) -> bool:
+    try:
+        return _text(task, template) != text
+    except DataError:  # it cannot do without the argument
+        return True
 
 
 def _ids(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:

