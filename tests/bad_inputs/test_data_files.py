@@ -11,7 +11,9 @@ from omegaconf import OmegaConf
 
 from hybrid_rl import stages
 from hybrid_rl.config import ConfigError
-from hybrid_rl.data import TaskSets
+from hybrid_rl.config import TinyConfig
+from hybrid_rl.data import TaskSets, render
+from hybrid_rl.policy import tiny
 from hybrid_rl.preflight.settings import load
 from hybrid_rl.types import Task
 
@@ -261,3 +263,26 @@ def test_a_recipe_without_python_for_its_data(tmp_path, monkeypatch, capsys):
         load([*overrides, "~data.eval"], tmp_path / "conf")
     assert stages.run(OmegaConf.to_object(load(overrides, tmp_path / "conf")), tmp_path / "run") == 0
     assert "0 SFT, 2 RL, 1 held out; prompts of " in capsys.readouterr().out
+
+
+def test_arguments_of_the_chat_template(files, last_line, capsys):
+    """Beside the arguments of any loader, and checked before the model loads, in a dry run too."""
+    said = "data.template_arguments.enable_thinking=false: the model's chat template uses no such variable; there are: none"
+    assert last_line("data.template_arguments={enable_thinking: false}") == said
+    assert last_line("+data.template_arguments.enable_thinking=false", "dry_run=true") == said
+    (files / "train.jsonl").write_bytes(TRAIN)
+    assert last_line(data=section(template_arguments={"enable_thinking": False})) == said
+    with pytest.raises(ConfigError, match=r"data\.template_arguments=3 \(command line\): must be a mapping"):
+        load(["+recipe=reverse", "data.template_arguments=3"])
+
+
+@pytest.mark.parametrize("overrides", [[], ["dry_run=true"]])
+def test_a_template_that_loops_for_ever(files, last_line, monkeypatch, overrides):
+    monkeypatch.setattr(render, "SECONDS", 1)
+    tiny.create(files / "model", TinyConfig(hidden_size=32, intermediate_size=64), 0)
+    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    (files / "model" / "chat_template.jinja").write_text(f"{{% if messages %}}{loop}{{% endif %}}")
+    line = last_line("model.path=model", *overrides)
+    assert re.fullmatch(
+        r"task \S+: the chat template of model takes more than 1 s; mend it in the model's folder, or use another model", line
+    )

@@ -10,7 +10,8 @@ from hybrid_rl.data import DataError, TaskSets, load_task_sets
 from hybrid_rl.data.render import completion_text, demonstration, prompt_ids
 from hybrid_rl.data.sampler import Sampler
 from hybrid_rl.policy.tiny import character_tokenizer
-from hybrid_rl.types import Task
+from hybrid_rl.rollout.rewards import Scorer
+from hybrid_rl.types import Rollout, Task
 
 
 def task(id: str, demonstration: str | None = "d", text: str = "hello") -> Task:
@@ -91,6 +92,23 @@ def test_columns_that_json_cannot_hold_are_refused():
     for columns, reason in (({"x": b"a"}, "bytes is not JSON"), ({"x": {1, 2}}, "set is not JSON"), ({"x": deep}, "recursion")):
         with pytest.raises(DataError, match=f"task 'a' of the rl set: its columns are not values that JSON can hold .*{reason}"):
             TaskSets([], [replace(task("a"), columns=columns)], [])
+
+
+def level(completion: str, task: Task) -> float:
+    return task.columns["info"]["level"] + len(completion)
+
+
+def test_a_reward_in_its_process_sees_the_columns():
+    scorer = Scorer({"_target_": "tests.data.test_tasks.level"}, 1, 30.0)
+    try:
+        rollout = Rollout("t", 0, 0, 0, [1])
+        rollout.add_sampled([2], [-0.5], [(0, 1)])
+        rollout.finish("stop", "ab")
+        scorer.submit(rollout, replace(task("t"), columns={"info": {"level": 3.5, "tags": ["x", None]}}))
+        assert scorer.finish() == 0
+    finally:
+        scorer.close()
+    assert rollout.reward == 5.5
 
 
 def test_prompt_ids_come_from_the_template_alone(policy):
