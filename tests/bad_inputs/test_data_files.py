@@ -10,8 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from hybrid_rl import stages
-from hybrid_rl.config import ConfigError
-from hybrid_rl.config import TinyConfig
+from hybrid_rl.config import ConfigError, TinyConfig
 from hybrid_rl.data import TaskSets, render
 from hybrid_rl.policy import tiny
 from hybrid_rl.preflight.settings import load
