@@ -11,7 +11,7 @@ from datetime import datetime
 from types import SimpleNamespace
 from typing import Any
 
-from jinja2 import Environment, meta
+from jinja2 import Environment, TemplateError, meta
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
@@ -38,9 +38,12 @@ class Template:
         """Raise DataError for an argument that the template does not use."""
         if not self.arguments:
             return
-        source = self.tokenizer.get_chat_template(None, self.arguments.get("tools"))
-        source = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", source)  # a tag of transformers, which jinja does not know
-        used = meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source))
+        try:
+            source = self.tokenizer.get_chat_template(None, self.arguments.get("tools"))
+            source = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", source)  # a tag of transformers, which jinja does not know
+            used = meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source))
+        except (ValueError, TemplateError, RecursionError) as error:
+            raise DataError(f"the model's chat template cannot be read: {' '.join(str(error).split())}") from error
         known = sorted(used - {*SET_BY_THE_RUN, "strftime_now", "raise_exception"} - Environment().globals.keys())
         for name, value in self.arguments.items():
             if name in SET_BY_THE_RUN:

@@ -106,6 +106,14 @@ def test_arguments_that_the_template_does_not_use_are_refused(name):
     assert str(raised.value) == f"data.template_arguments.{expected}"
 
 
+def test_a_template_that_is_none_is_told_of_where_arguments_are_checked():
+    for broken in ("{% if %}", {"tool_use": PLAIN, "other": PLAIN}):
+        with pytest.raises(DataError, match="the model's chat template cannot be read: "):
+            check(fix_template(tokenizer_of(broken), {"x": 1}, NOON), task("t", "hi"))
+        with pytest.raises(DataError, match="task t: the tokenizer's chat template does not take its messages: "):
+            check(fix_template(tokenizer_of(broken), {}, NOON), task("t", "hi"))
+
+
 def test_an_argument_that_changes_nothing_is_told_of():
     """A text is true to a template, whatever it says."""
     fixed = fix_template(tokenizer_of(THINKING), {"enable_thinking": "false"}, NOON)
