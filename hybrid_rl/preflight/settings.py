@@ -97,6 +97,9 @@ def _check_open_names(overrides: Sequence[Override], config: DictConfig) -> None
     for override in filter(_in_open, overrides):
         section, _, name = override.key_or_group.rpartition(".")
         known = OmegaConf.select(config, section) or {}
+        new = f"{section}.{name}".startswith("data.template_arguments") and not override.is_add() and override.value()
+        if new and (section != "data" or isinstance(new, dict)):
+            raise ConfigError(f"{override.input_line} (command line): is new here; to add it, write +{override.input_line}")
         if name not in known and not override.is_add():
             raise ConfigError(f"{section}.{name}={override.value()} (command line): there is no such key; {_nearest(name, list(known))}")
 

@@ -85,8 +85,11 @@ def _work(function: Callable[[Begin], Any], seconds: int, memory: int, doing: mm
 
 
 def _limit_memory(more: int) -> None:
-    with open("/proc/self/status") as status:
-        used = next((int(line.split()[1]) * 1024 for line in status if line.startswith("VmData:")), 0)
+    try:
+        with open("/proc/self/status") as status:
+            used = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData:"))
+    except (FileNotFoundError, StopIteration):  # not on Linux
+        return
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limit = used + more if hard == resource.RLIM_INFINITY else min(used + more, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))

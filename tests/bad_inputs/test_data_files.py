@@ -138,7 +138,7 @@ FILES: dict[str, tuple[dict, dict[str, bytes], str]] = {
     "gzip cut off": ({}, {"train.jsonl": gzip.compress(TRAIN)[:-9]}, "data.rl=train.jsonl: cannot be read: Compressed file ended before the end-of-stream marker was reached (relative paths begin at {here})"),
     "gzip damaged": ({}, {"train.jsonl": gzip.compress(TRAIN)[:10] + b"\7" * 30}, "data.rl=train.jsonl: cannot be read: Error -3 while decompressing data: invalid block type (relative paths begin at {here})"),
     "zstd": ({}, {"train.jsonl": b"\x28\xb5\x2f\xfd and more"}, "data.rl=train.jsonl: is a zstd file, which is not read; unpack it, or pack it with gzip"),
-    "a gzip bomb": ({}, {"train.jsonl": gzip.compress(b"\n" * 2**25 + b" " * 2**26)}, "train.jsonl: has {size} bytes and opens to 96 MiB or more, over 200 times its size; it is not read. Write it anew, uncompressed, if it is meant"),
+    "a gzip bomb": ({}, {"train.jsonl": gzip.compress((b" " * (2**25 - 1) + b"\n") * 3)}, "train.jsonl: has {size} bytes and opens to 96 MiB or more, over 200 times its size; it is not read. Write it anew, uncompressed, if it is meant"),
     "a line without an end": ({}, {"train.jsonl": b"[" * (2**26 + 1)}, "train.jsonl, line 1: is longer than 64 MiB; a row is one line"),
     "an inner key that is not there": ({"answer": "reward_model.ground_thruth"}, {"test.jsonl": b'{"prompt": "a", "reward_model": {"style": "rule", "ground_truth": "1"}}'}, "test.jsonl, line 1: has no 'reward_model.ground_thruth'; did you mean 'reward_model.ground_truth'? Then set data.answer=reward_model.ground_truth"),
     "a path through a text": ({"answer": "prompt.x"}, {}, "test.jsonl, line 1: has no 'prompt.x'; did you mean 'prompt'? Then set data.answer=prompt"),
@@ -267,12 +267,16 @@ def test_a_recipe_without_python_for_its_data(tmp_path, monkeypatch, capsys):
 def test_arguments_of_the_chat_template(files, last_line, capsys):
     """Beside the arguments of any loader, and checked before the model loads, in a dry run too."""
     said = "data.template_arguments.enable_thinking=false: the model's chat template uses no such variable; there are: none"
-    assert last_line("data.template_arguments={enable_thinking: false}") == said
+    assert last_line("+data.template_arguments={enable_thinking: false}") == said
     assert last_line("+data.template_arguments.enable_thinking=false", "dry_run=true") == said
     (files / "train.jsonl").write_bytes(TRAIN)
     assert last_line(data=section(template_arguments={"enable_thinking": False})) == said
     with pytest.raises(ConfigError, match=r"data\.template_arguments=3 \(command line\): must be a mapping"):
         load(["+recipe=reverse", "data.template_arguments=3"])
+    for override in ("data.template_arguments={enable_thinking: false}", "data.template_arguments.enable_thinking=false"):
+        with pytest.raises(ConfigError) as raised:
+            load(["+recipe=reverse", override])
+        assert str(raised.value) == f"{override} (command line): is new here; to add it, write +{override}"
 
 
 @pytest.mark.parametrize("overrides", [[], ["dry_run=true"]])
