@@ -36,16 +36,17 @@ RUNS: dict[str, tuple[str, dict]] = {
     "gemma": ("Gemma", {"head_dim": 8}),  # tied and scaled embeddings
     "gpt_neox": ("GPTNeoX", {"num_key_value_heads": None}),  # partial rotary, parallel residual
     "phi3": ("Phi3", {}),  # one matrix for q, k, v
+    "granite_scaled": ("Granite", {"logits_scaling": 4.0}),  # logits divided after the head
+    "cohere": ("Cohere", {}),  # logits multiplied after the head
+    "mistral": ("Mistral", {"sliding_window": 5}),  # a window in every layer
+    "gemma2": ("Gemma2", {"head_dim": 8, "sliding_window": 3, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma3": ("Gemma3", {"head_dim": 8, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}),
+    "olmo3": ("Olmo3", {"sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]}),
+    "gpt_oss": ("GptOss", {"head_dim": 8, "num_local_experts": 4, "sliding_window": 4}),  # a sink in every head's softmax
     "qwen3_moe": ("Qwen3Moe", {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
 }
 # and those that would be computed wrongly
 REFUSED: dict[str, tuple[str, dict]] = {
-    "mistral_window": ("Mistral", {"sliding_window": 8}),
-    "gemma2": ("Gemma2", {"head_dim": 8}),
-    "gemma2_softcap": ("Gemma2", {"head_dim": 8, "layer_types": ["full_attention"] * 2}),
-    "gpt_oss_sinks": ("GptOss", {"head_dim": 8, "num_local_experts": 4, "layer_types": ["full_attention"] * 2}),
-    "cohere_scaled_logits": ("Cohere", {}),
-    "granite_scaled_logits": ("Granite", {"logits_scaling": 4.0}),
     "gpt2_dropout": ("GPT2", {}),
     "mamba": ("Mamba", {}),
     "bloom_own_attention": ("Bloom", {}),  # computes attention itself and ignores the layout
@@ -60,10 +61,10 @@ def build(prefix: str, differs: dict, folder: Path, seed: int) -> None:
         "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.2, "bos_token_id": None,
         "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
     } | differs  # fmt: skip
-    config = getattr(transformers, f"{prefix}Config")(**{k: v for k, v in shape.items() if (k, v) != ("num_key_value_heads", None)})
-    kind = next(c for c in (f"{prefix}ForCausalLM", f"{prefix}LMHeadModel") if hasattr(transformers, c))
+    name = next(c for c in (f"{prefix}ForCausalLM", f"{prefix}LMHeadModel") if hasattr(transformers, c))
+    kind = getattr(transformers, name)
     torch.manual_seed(seed)
-    model = getattr(transformers, kind)(config)
+    model = kind(kind.config_class(**{k: v for k, v in shape.items() if (k, v) != ("num_key_value_heads", None)}))
     with torch.no_grad():  # biases start at 0 and norms at 1, where a mistake in them would not show
         for parameter in model.parameters():
             if parameter.dim() == 1:
