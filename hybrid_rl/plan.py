@@ -16,7 +16,7 @@ from hybrid_rl.machine import machine
 from hybrid_rl.policy import tiny
 from hybrid_rl.policy.layout import choose_layout, first_fit_decreasing
 from hybrid_rl.policy.model import compute_dtype, pick_device, read_tokenizer
-from hybrid_rl.preflight.budget import Sizes, check_room, disk_bytes, measure, memory_by_phase
+from hybrid_rl.preflight.budget import Sizes, check_lengths, check_room, disk_bytes, measure, memory_by_phase
 from hybrid_rl.processes.ranks import Ranks
 from hybrid_rl.report.console import Console
 from hybrid_rl.rollout.rewards import Scorer
@@ -32,10 +32,11 @@ def print_plan(config: Config, folder: Path, console: Console, ranks: Ranks) -> 
             tiny.create(Path(temporary), config.model.tiny, config.seed)
         tokenizer = read_tokenizer(config.model.path or temporary)
         sizes = measure(config, config.model.path or temporary)
-    check_prompts(
+    demonstrations = check_prompts(
         tasks, tokenizer, sizes.model.get_text_config().vocab_size,
         max_tokens=r.max_prompt_tokens, row_tokens=config.policy.row_tokens, sft=bool(config.sft.steps),
     )  # fmt: skip
+    lengths = check_lengths(config, sizes, demonstrations)
     prompts = [len(prompt_ids(task, tokenizer, r.max_prompt_tokens)) for task in [*tasks.rl, *tasks.eval]]
     scorer = Scorer(config.reward, 1, r.reward_timeout, r.reward_start_timeout)
     try:
@@ -58,6 +59,8 @@ def print_plan(config: Config, folder: Path, console: Console, ranks: Ranks) -> 
     )
     if marks := marks_in(tasks, tokenizer):
         console.say(f"note       {marks}")
+    for note in lengths:
+        console.say(f"note       {note}")
     prompt = statistics.fmean(prompts)
     if config.sft.steps:
         answers = [demonstration(task, tokenizer, r.max_prompt_tokens).sampled for task in tasks.sft[:1000]]

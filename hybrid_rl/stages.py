@@ -33,7 +33,7 @@ from hybrid_rl.policy import tiny
 from hybrid_rl.policy.deterministic import make_deterministic
 from hybrid_rl.policy.model import ModelError, Policy, pick_device, read_config, read_tokenizer
 from hybrid_rl.policy.optimizer import TrainingDiverged
-from hybrid_rl.preflight.budget import RoomError, check_room, measure
+from hybrid_rl.preflight.budget import RoomError, check_lengths, check_room, measure
 from hybrid_rl.processes.launch import after_rank_0
 from hybrid_rl.processes.ranks import Ranks
 from hybrid_rl.processes.signals import Stopped
@@ -94,7 +94,7 @@ def _train(config: Config, folder: Path, console: Console, ranks: Ranks) -> None
         r = config.rollout
         scorer = Scorer(config.reward, r.reward_workers, r.reward_timeout, r.reward_start_timeout)
         stack.callback(scorer.close)
-        session = _build(config, folder, console, scorer, resumed, ranks)
+        session = _build(config, folder, console, scorer, resumed, ranks, notes)
         stack.callback(_let_go, session)
         session.running["total"] = started
         _introduce(session, notes)
@@ -152,9 +152,9 @@ def _evaluate(s: Session, name: str, step: int = 0) -> None:
 
 
 def _build(
-    config: Config, folder: Path, console: Console, scorer: Scorer, resumed: checkpoint.Checkpoint | None, ranks: Ranks
+    config: Config, folder: Path, console: Console, scorer: Scorer, resumed: checkpoint.Checkpoint | None, ranks: Ranks, notes: list[str]
 ) -> Session:  # fmt: skip
-    """Load everything the stages need; where a checkpoint is resumed, as it stood then."""
+    """Load everything the stages need; where a checkpoint is resumed, as it stood then. Adds to `notes` what a reader should know."""
     device, r = pick_device(config.device), config.rollout
     tasks = load_task_sets(
         config.data,
@@ -164,8 +164,10 @@ def _build(
     model_folder = Path(config.model.path) if config.model.path else folder / "base_model"
     if not config.model.path and resumed is None:
         ranks.from_main(lambda: _make_tiny(model_folder, config))
-    ranks.from_main(lambda: _check_prompts(tasks, model_folder, config))
-    ranks.from_main(lambda: check_room(config, measure(config, model_folder), device, ranks, folder))
+    demonstration = ranks.from_main(lambda: _check_prompts(tasks, model_folder, config))
+    sizes = ranks.from_main(lambda: measure(config, model_folder))
+    notes += ranks.from_main(lambda: check_lengths(config, sizes, demonstration))
+    ranks.from_main(lambda: check_room(config, sizes, device, ranks, folder))
     scorer.check()
     torch.manual_seed(config.seed)  # adapters begin at random
     policy = Policy.load(model_folder, device, config.policy, ranks)
@@ -186,10 +188,10 @@ def _build(
     return session
 
 
-def _check_prompts(tasks: TaskSets, model_folder: Path, config: Config) -> None:
-    """Before the model loads: can each task be rendered, and does it fit?"""
+def _check_prompts(tasks: TaskSets, model_folder: Path, config: Config) -> int:
+    """Before the model loads: can each task be rendered, and does it fit? Returns the longest demonstration's length."""
     vocabulary, r = read_config(model_folder).get_text_config().vocab_size, config.rollout
-    check_prompts(
+    return check_prompts(
         tasks, read_tokenizer(model_folder), vocabulary,
         max_tokens=r.max_prompt_tokens, row_tokens=config.policy.row_tokens, sft=bool(config.sft.steps),
     )  # fmt: skip

@@ -179,7 +179,7 @@ class Packed:
             self._cumulative = torch.tensor([0, *self.lengths], device=query.device).cumsum(0).to(torch.int32)
         bounds, longest = self._cumulative, max(self.lengths)
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        return flash_attn_varlen_func(  # type: ignore[no-any-return]
+        return flash_attn_varlen_func(
             q, k, v, bounds, bounds, longest, longest, softmax_scale=how.scaling, causal=True,
             window_size=(-1, -1) if how.window is None else (how.window - 1, 0),  # tokens before one's own
             softcap=how.softcap or 0.0,

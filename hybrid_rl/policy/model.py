@@ -345,7 +345,7 @@ def _check_forward(model: PreTrainedModel, row_tokens: int) -> None:
     kind, config = type(model).__name__, model.config
     ids, positions = torch.tensor([[0, 1, 2, 3, 1, 0], [0, 1, 2, 3, 0, 1]])[:, None]  # samples of 4 and 2 tokens
     far = positions.clone()
-    far[0, 3] = min([row_tokens, *(limit.tokens for limit in limits(model))]) - 1
+    far[0, 3] = min([row_tokens, *(limit.tokens for limit in limits(model) if limit.hard)]) - 1
     logits = logits_of(model.train().get_output_embeddings(), config)
     told = _Told([4, 2])
     try:
@@ -355,7 +355,7 @@ def _check_forward(model: PreTrainedModel, row_tokens: int) -> None:
         alone = logits(_hidden(model, ids[:, 4:], positions[:, 4:], Packed([2])))
         beside_far = logits(_hidden(model, ids, far, Packed([4, 2])))
         eager = _eager(model, ids[:, :4])
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, IndexError) as error:
         raise ModelError(f"{kind} does not run with hybrid_rl's attention: {error}") from error
     if not own.isfinite().all():
         raise ModelError(f"{config._name_or_path}: its logits are not finite; a weight is NaN or infinite")
@@ -380,7 +380,7 @@ def _eager(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """Logits of one sample with the model's own attention."""
     model.set_attn_implementation("eager")
     try:
-        return model(input_ids=ids, use_cache=False).logits  # type: ignore[no-any-return]
+        return model(input_ids=ids, use_cache=False).logits
     finally:
         model.set_attn_implementation(ATTENTION_NAME)
 
