@@ -45,8 +45,26 @@ RUNS: dict[str, tuple[str, dict]] = {
     "gpt_oss": ("GptOss", {"head_dim": 8, "num_local_experts": 4, "sliding_window": 4}),  # a sink in every head's softmax
     "qwen3_moe": ("Qwen3Moe", {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
 }
+# those whose samples must not be longer than the model's positions say
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [4.0] * 4,
+    "original_max_position_embeddings": 16,
+}
+LIMITED: dict[str, tuple[str, dict]] = {
+    "gpt2": ("GPT2", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "max_position_embeddings": 32}),
+    "opt": ("OPT", {"dropout": 0.0, "ffn_dim": 64, "word_embed_proj_dim": 32, "max_position_embeddings": 32}),
+    "phi3_longrope": ("Phi3", {"max_position_embeddings": 64, "original_max_position_embeddings": 16, "rope_parameters": LONGROPE}),
+    "llama_dynamic": ("Llama", {"max_position_embeddings": 16, "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}}),
+    "llama4": ("Llama4", {"head_dim": 8, "num_local_experts": 2, "attention_chunk_size": 24, "intermediate_size_mlp": 32}),
+    "qwen2_yarn": ("Qwen2", {"max_position_embeddings": 32, "rope_parameters": {
+        "rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 32}}),
+}  # fmt: skip
 # and those that would be computed wrongly
 REFUSED: dict[str, tuple[str, dict]] = {
+    "phimoe": ("Phimoe", {"num_local_experts": 4, "sliding_window": 63}),  # its window is in its masks alone
     "gpt2_dropout": ("GPT2", {}),
     "mamba": ("Mamba", {}),
     "bloom_own_attention": ("Bloom", {}),  # computes attention itself and ignores the layout
@@ -80,8 +98,8 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     @cache
     def folder_of(name: str, seed: int = 0) -> Path:
         folder = tmp_path_factory.mktemp(name)
-        if name in RUNS or name in REFUSED:
-            build(*(RUNS | REFUSED)[name], folder, seed)
+        if name in (built := RUNS | LIMITED | REFUSED):
+            build(*built[name], folder, seed)
         else:
             tiny.create(folder, TINY, seed)
         if name == "staggered":

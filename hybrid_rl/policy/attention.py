@@ -73,7 +73,8 @@ def attend_with_layout(
         needs = ", ".join(unsupported) or "an attention mask or dropout"
         raise ValueError(f"{type(module).__name__} needs {needs}, which hybrid_rl's attention does not compute")
     how = LayerAttention(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
-    return layout.attend(int(module.layer_idx), query, key, value, how), None  # type: ignore[arg-type]
+    out = layout.attend(int(module.layer_idx), query, key, value, how)  # type: ignore[arg-type]
+    return out.contiguous(), None  # as transformers' own functions; some models take a view of it
 
 
 AttentionInterface.register(ATTENTION_NAME, attend_with_layout)
@@ -103,14 +104,15 @@ def attention(query: Tensor, key: Tensor, value: Tensor, how: LayerAttention, se
         return scaled_dot_product_attention(
             query, key, value, attn_mask=seen, is_causal=seen is None, scale=how.scaling, enable_gqa=grouped
         )
-    b, heads, t, dim = query.shape
+    (b, heads, t, dim), (kv_heads, length) = query.shape, key.shape[1:3]
     if seen is None:
         seen = torch.ones(t, t, dtype=torch.bool, device=query.device).tril()
-    grouped_query = (query * how.scaling).reshape(b, key.shape[1], -1, dim)
-    scores = (grouped_query @ key.transpose(-1, -2)).view(b, heads, t, -1)
+    # the heads that share a key/value head become its queries, so that keys are never repeated in memory
+    grouped_shape = (b, kv_heads, heads // kv_heads * t)
+    scores = (query * how.scaling).reshape(*grouped_shape, dim) @ key.transpose(-1, -2)
     bias = torch.zeros(seen.shape, dtype=scores.dtype, device=scores.device).masked_fill_(~seen, float("-inf"))
-    weights = softmax(scores, bias, how).view(b, key.shape[1], -1, key.shape[2])
-    return (weights @ value).view(b, heads, t, -1)
+    weights = softmax(scores.view(b, heads, t, length), bias, how).view(*grouped_shape, length)
+    return (weights @ value).view(b, heads, t, value.shape[-1])
 
 
 def softmax(scores: Tensor, bias: Tensor, how: LayerAttention) -> Tensor:

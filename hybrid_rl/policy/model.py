@@ -355,8 +355,8 @@ def _check_forward(model: PreTrainedModel, row_tokens: int) -> None:
         alone = logits(_hidden(model, ids[:, 4:], positions[:, 4:], Packed([2])))
         beside_far = logits(_hidden(model, ids, far, Packed([4, 2])))
         eager = _eager(model, ids[:, :4])
-    except (TypeError, ValueError, IndexError) as error:
-        raise ModelError(f"{kind} does not run with hybrid_rl's attention: {error}") from error
+    except Exception as error:
+        raise ModelError(f"{kind} does not run with hybrid_rl's attention: {reason(error)}") from error
     if not own.isfinite().all():
         raise ModelError(f"{config._name_or_path}: its logits are not finite; a weight is NaN or infinite")
     much = 0.05 * alone.std()  # far above rounding, far below what a leak does
@@ -364,7 +364,7 @@ def _check_forward(model: PreTrainedModel, row_tokens: int) -> None:
         raise ModelError(f"{kind} does not use hybrid_rl's attention: samples packed in a row see each other")
     if not torch.allclose(own, ours, rtol=1e-4, atol=1e-4):
         raise ModelError(f"{kind} changes its logits after the output embeddings in a way that is not supported")
-    if (own[:, :4] - eager).abs().max() > much:
+    if (own[:, :4] - eager).abs().max() > 2e-3 * own.std():  # rounding is about 2e-6 in two layers
         raise ModelError(f"{kind} computes attention in a way of its own, which hybrid_rl's attention does not")
     if (beside_far[:, 4:] - alone).abs().max() > much:
         raise ModelError(f"{kind} changes all positions of a row with its longest sample; no row can hold several samples")
