@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -89,6 +89,7 @@ def forests(draw: st.DrawFn) -> list[tuple[int, list[int]]]:
     return draw(st.lists(st.tuples(st.integers(0, 8), branches).filter(lambda t: t[0] + max(t[1])), min_size=1, max_size=3))
 
 
+@example(forest=[(1, [8]), (8, [1])], how=LayerAttention(0.3, 1, 2.0), seed=0)  # padding whose window lies beyond all keys
 @given(forest=forests(), how=asked(), seed=st.integers(0, 9))
 @settings(max_examples=40)
 def test_trees(forest: list[tuple[int, list[int]]], how: LayerAttention, seed: int) -> None:
