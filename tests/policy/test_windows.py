@@ -147,10 +147,11 @@ def test_decoding_token_by_token_is_one_forward_of_the_whole(prompts: list[int],
 
 
 @pytest.mark.parametrize("window", [1, 2, 3, 7, 12, 28, 29, 10_000])
-def test_any_window_gives_the_numbers_of_plain_transformers(folder_of, reference_of, window: int) -> None:
+def test_any_window_gives_the_numbers_of_plain_transformers(folder_of, reference_of, monkeypatch, window: int) -> None:
     """From one token to more than any sample has; prompts have 3 to 9 tokens, samples up to 29."""
     policy, reference, rollouts = Policy.load(folder_of("mistral"), CPU), reference_of(folder_of("mistral")).model, mixed()
-    policy.config.sliding_window = reference.config.sliding_window = window  # the layers look there in each forward
+    for model in (policy.model, reference):
+        monkeypatch.setattr(model.config, "sliding_window", window)  # the layers look there in each forward
     expected, expected_gradient = plain(reference, rollouts)
     for layout in LAYOUTS:
         logprobs, gradient = run(policy, rollouts, layout, 2048)
