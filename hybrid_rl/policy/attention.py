@@ -16,10 +16,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedConfig
 
-try:  # flash-attention's variable-length kernel, where the user installed it (GPU only)
-    from flash_attn import flash_attn_varlen_func
-except ImportError:
-    flash_attn_varlen_func = None
+from hybrid_rl.policy import flash
 
 ATTENTION_NAME = "hybrid_rl"
 
@@ -170,7 +167,7 @@ class Packed:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, how: LayerAttention) -> Tensor:
         in_half = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
-        if flash_attn_varlen_func is not None and in_half and how.sinks is None:
+        if flash.varlen is not None and in_half and how.sinks is None:
             return self._flash(query, key, value, how)[None]
         parts = zip(*(x.split(self.lengths, dim=2) for x in (query, key, value)), self.lengths, strict=True)
         results = [attention(q, k, v, how, self._bands.of(length, how.window, q.device)) for q, k, v, length in parts]
@@ -181,7 +178,7 @@ class Packed:
             self._cumulative = torch.tensor([0, *self.lengths], device=query.device).cumsum(0).to(torch.int32)
         bounds, longest = self._cumulative, max(self.lengths)
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        return flash_attn_varlen_func(
+        return flash.varlen(
             q, k, v, bounds, bounds, longest, longest, softmax_scale=how.scaling, causal=True,
             window_size=(-1, -1) if how.window is None else (how.window - 1, 0),  # tokens before one's own
             softcap=how.softcap or 0.0,
