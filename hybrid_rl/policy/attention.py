@@ -176,6 +176,7 @@ class Packed:
     def _flash(self, query: Tensor, key: Tensor, value: Tensor, how: LayerAttention) -> Tensor:
         if self._cumulative is None:
             self._cumulative = torch.tensor([0, *self.lengths], device=query.device).cumsum(0).to(torch.int32)
+        assert flash.varlen is not None
         bounds, longest = self._cumulative, max(self.lengths)
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         return flash.varlen(
