@@ -94,7 +94,7 @@ def _train(config: Config, folder: Path, console: Console, ranks: Ranks) -> None
         r = config.rollout
         scorer = Scorer(config.reward, r.reward_workers, r.reward_timeout, r.reward_start_timeout)
         stack.callback(scorer.close)
-        session = _build(config, folder, console, scorer, resumed, ranks)
+        session = _build(config, folder, console, scorer, resumed, ranks, notes)
         stack.callback(_let_go, session)
         session.running["total"] = started
         _introduce(session, notes)
@@ -152,9 +152,9 @@ def _evaluate(s: Session, name: str, step: int = 0) -> None:
 
 
 def _build(
-    config: Config, folder: Path, console: Console, scorer: Scorer, resumed: checkpoint.Checkpoint | None, ranks: Ranks
+    config: Config, folder: Path, console: Console, scorer: Scorer, resumed: checkpoint.Checkpoint | None, ranks: Ranks, notes: list[str]
 ) -> Session:  # fmt: skip
-    """Load everything the stages need; where a checkpoint is resumed, as it stood then."""
+    """Load everything the stages need; if a checkpoint is resumed, as it stood then. `notes` get what a reader should know."""
     device, r = pick_device(config.device), config.rollout
     tasks = load_task_sets(
         config.data,
@@ -166,7 +166,7 @@ def _build(
         ranks.from_main(lambda: _make_tiny(model_folder, config))
     ranks.from_main(lambda: _check_prompts(tasks, model_folder, config))
     ranks.from_main(lambda: check_room(config, measure(config, model_folder), device, ranks, folder))
-    scorer.check()
+    notes += ranks.on_all(lambda: scorer.check([*tasks.rl, *tasks.eval]))
     torch.manual_seed(config.seed)  # adapters begin at random
     policy = Policy.load(model_folder, device, config.policy, ranks)
     threads = 1 if policy.parameter_count() < TINY_PARAMETERS else max(1, cores() // ranks.local_world)
