@@ -253,7 +253,7 @@ class Config:
     ranks: int = 0  # processes that train together; 0: one for each visible GPU, one on the CPU
     rank_timeout: float = 1800.0  # seconds without any progress after which a rank hangs, and the run ends
     stop_timeout: float = 600.0  # seconds from SIGTERM or Ctrl-C in which the running step ends and is saved; then the run is killed
-    deterministic: bool = False  # only operations that give the same bits every time: slower on a GPU, see docs/faults.md
+    deterministic: bool = False  # only operations that give the same bits every time: slower on a GPU, see docs/failures.md
     threads: int = 0  # CPU threads of torch; 0: one for tiny models, all cores otherwise
     output_dir: str = "outputs"
     resume: str = (

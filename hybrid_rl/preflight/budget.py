@@ -62,7 +62,7 @@ def check_room(config: Config, sizes: Sizes, device: torch.device, ranks: Ranks,
         offload = ", or policy.offload=optimizer" if phase == "sampling" else ""
         raise RoomError(
             f"{phase} takes at least {sum(items.values()):.1f} GiB a rank ({what}), and {free / 2**30:.1f} GiB are free; "
-            f"a smaller model, more ranks, policy.lora.rank=16{offload} (docs/memory.md)"
+            f"a smaller model, more ranks, policy.lora.rank=16{offload} (docs/gpus.md)"
         )
     there = next(f for f in (folder, *folder.absolute().parents) if f.is_dir())
     old = sum(f.stat().st_size for f in folder.glob("checkpoints/**/*") if f.is_file())
@@ -122,7 +122,7 @@ def _empty(setting: str, folder: str) -> PreTrainedModel:
 
 
 def memory_by_phase(config: Config, sizes: Sizes, device: torch.device, ranks: Ranks) -> dict[str, dict[str, float]]:
-    """GiB that one rank holds in each phase, by arithmetic and not measurement (docs/memory.md has the table).
+    """GiB that one rank holds in each phase, by arithmetic and not measurement (docs/gpus.md has the table).
 
     Of reference, teacher and critic one is idle while another computes, and on a GPU on the host then, but for the critic, which keeps its
     place while the policy learns. Activations are a rule of thumb: 34 values a token and hidden unit in each layer, or one where they are computed again.
