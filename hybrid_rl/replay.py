@@ -51,7 +51,9 @@ def check_loss(loss: Any, own: str, file: Path) -> None:
     """Raise CheckpointError unless `loss` is defined by a file of hybrid_rl.algo, or is `own`, and its arguments call nothing."""
     target = loss.get("_target_") if isinstance(loss, dict) else None
     if not isinstance(target, str) or (target != own and not is_own(target)):
-        raise CheckpointError(f"{file}: algo.loss={target} is not a loss of hybrid_rl; if it is yours and you trust it, add --loss {target}")
+        raise CheckpointError(
+            f"{file}: algo.loss={target} is not a loss of hybrid_rl; if it is yours and you trust it, add --loss {target}"
+        )
     arguments = [value for key, value in loss.items() if key != "_target_"] + [{key: 0} for key in loss if key != "_target_"]
     while arguments:
         value = arguments.pop()

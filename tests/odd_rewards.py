@@ -21,7 +21,9 @@ def tensor(value, dtype="float32", **how):
     return torch.tensor(value, dtype=getattr(torch, dtype), **how)
 
 
-KINDS_OF_EXCEPTIONS = {e.__name__: e for e in (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit, BaseException, StopIteration)}
+KINDS_OF_EXCEPTIONS = {
+    e.__name__: e for e in (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit, BaseException, StopIteration)
+}
 RESULTS = {
     "bool": lambda: True,
     "whole": lambda: 3,
@@ -124,5 +126,3 @@ def without_a_sandbox(completion: str, task: Task) -> float:
 def for_answer(completion: str, task: Task) -> object:
     """What the task's answer names, as by_name."""
     return by_name(task.answer, task)
-
-

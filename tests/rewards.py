@@ -60,7 +60,6 @@ def by_order(completion: str, task: Task) -> float:
     return 1.0
 
 
-
 def hash_of_answer(completion: str, task: Task) -> float:
     """Deterministic and different for nearly every completion."""
     return (sum(ord(c) * (i + 1) for i, c in enumerate(completion)) % 97) / 97

@@ -136,7 +136,9 @@ def _checked(result: object) -> Score | RewardFault:
     if not all(map(math.isfinite, (total, *parts.values()))):
         return RewardFault(NOT_FINITE, f"reward {total} with parts {_shown(parts)} is not finite")
     if max(map(abs, (total, *parts.values()))) > LARGEST:
-        return RewardFault(TOO_LARGE, f"reward {total:g} with parts {_shown(parts)} is beyond ±{LARGEST:g}, which float32 cannot compute with")
+        return RewardFault(
+            TOO_LARGE, f"reward {total:g} with parts {_shown(parts)} is beyond ±{LARGEST:g}, which float32 cannot compute with"
+        )
     return total, parts
 
 

@@ -260,7 +260,8 @@ def _init(request: dict[str, Any], place: tuple[int, int], wall: float) -> None:
         os.lseek(stdin, 0, os.SEEK_SET)
         one, other = _socket.socketpair()
         buffer = one.getsockopt(_socket.SOL_SOCKET, _socket.SO_SNDBUF)
-        one.close(), other.close()
+        one.close()
+        other.close()
         _give_up_rights(request["uid"])
         pipes = [os.pipe() for _ in range(4)]
         child = _fork(_program, request, data, stdin, [write for _, write in pipes])

@@ -244,7 +244,10 @@ def test_replay_says_what_is_missing(tmp_path, capsys, policy):
 
 
 HOSTILE: dict[str, tuple[Any, str]] = {
-    "another": ({"_target_": "builtins.print"}, "algo.loss=builtins.print is not a loss of hybrid_rl; if it is yours and you trust it, add --loss"),
+    "another": (
+        {"_target_": "builtins.print"},
+        "algo.loss=builtins.print is not a loss of hybrid_rl; if it is yours and you trust it, add --loss",
+    ),
     "imported": ({"_target_": "hybrid_rl.algo.ppo_clip.torch.load"}, "is not a loss of hybrid_rl"),
     "no file of algo": ({"_target_": "hybrid_rl.run_folder.files.write_text"}, "is not a loss of hybrid_rl"),
     "imported name": ({"_target_": "hybrid_rl.algo.ppo_clip.Tensor"}, "is not a loss of hybrid_rl"),
@@ -322,7 +325,7 @@ def test_ranks_skip_together(tiny_folder, tmp_path, capsys, case, shard):
     recorded = json.loads((tmp_path / "bad" / "step_000012" / "batch.json").read_text())
     assert re.match(recorded["fault"]["what"], said)
     assert recorded["ranks"] == 2
-    assert replay.main([str(tmp_path)]) == 1  # on one
+    assert replay.main([str(tmp_path), "--loss", f"{BROKEN}.loss"]) == 1  # on one
     assert f"recorded: {said}" in capsys.readouterr().out
 
 

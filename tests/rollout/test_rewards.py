@@ -227,7 +227,11 @@ def test_an_async_reward_has_the_same_limits():
     assert r.fault == "wrong arguments"
 
 
-ENDS = [f"code {n}" for n in (0, 1, 3, 255)] + [f"signal {n}" for n in (9, 11, 6, 1)] + ["group 9", "closed", "closed and hangs", "child", "thread"]
+ENDS = (
+    [f"code {n}" for n in (0, 1, 3, 255)]
+    + [f"signal {n}" for n in (9, 11, 6, 1)]
+    + ["group 9", "closed", "closed and hangs", "child", "thread"]
+)
 
 
 def test_a_process_that_ends_in_any_way_has_died_at_once():
@@ -256,7 +260,7 @@ def test_what_a_reward_prints_is_capped_and_said_once(capfd):
 
 
 def test_a_machine_without_a_sandbox_is_no_fault_of_the_completion():
-    with pytest.raises(RewardError, match="^no sandbox for code: unshare: Operation not permitted$"):
+    with pytest.raises(RewardError, match=r"^no sandbox for code: unshare: Operation not permitted$"):
         odd("without_a_sandbox", ["b", "a", "b"])
 
 
@@ -274,7 +278,12 @@ def test_a_reward_is_tried_before_it_is_needed():
         tried = "reward._target_=tests.odd_rewards.for_answer, tried with a made-up completion on task "
         assert note.startswith(f"{tried}task-KeyboardInterrupt: KeyboardInterrupt: told; ")
         assert "is not finite" in scorer.check([task("nan")])[0]
-        for name, message in {"none": "is None, not a number", "empty": "has no part", "surrogate": "part named", "list": "not a number"}.items():
+        for name, message in {
+            "none": "is None, not a number",
+            "empty": "has no part",
+            "surrogate": "part named",
+            "list": "not a number",
+        }.items():
             with pytest.raises(RewardError, match=f"^{tried}task-{name}: .*{message}"):
                 scorer.check([task("whole", "maths"), task(name, "code")])
         scorer.submit(rollout("x"), task("whole"))

@@ -421,3 +421,36 @@ def test_another_system_is_refused(monkeypatch):
 def test_limits_must_be_positive_and_finite(change):
     with pytest.raises(ValueError, match=next(iter(change))):
         Limits(**change)
+
+
+@pytest.mark.parametrize("dry", ["true", "false"])
+def test_a_run_without_a_sandbox_ends_before_its_model_loads(dry, tmp_path):
+    """As in a container that denies unshare and mount; the line says what to do, and nothing is trained."""
+    (tmp_path / "conf" / "recipe").mkdir(parents=True)
+    row = {"prompt": "Print 1.", "answer": json.dumps({"tests": [{"stdin": "", "stdout": "1"}]})}
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({**row, "prompt": f"{name} {i}"}) + "\n" for i in range(2)))
+    (tmp_path / "conf" / "recipe" / "code.yaml").write_text(
+        "# @package _global_\nname: code\ndata: {_target_: hybrid_rl.data.files.load_tasks, rl: train.jsonl, eval: test.jsonl}\n"
+        "reward: {_target_: hybrid_rl.sandbox.code.passes_tests}\n"
+    )
+    settings = [
+        "+recipe=code",
+        "rollout.batch_size=4",
+        "rollout.group_size=2",
+        "sft.steps=0",
+        "rl.steps=1",
+        "algo.minibatches=1",
+        "device=cpu",
+        f"dry_run={dry}",
+    ]
+    command = [sys.executable, str(REPOSITORY / "tests/refused.py"), "unshare,mount", sys.executable, "-m", "hybrid_rl.run"]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "--config-dir", str(tmp_path / "conf"), *settings], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 1, done
+    assert done.stdout.splitlines()[-1].startswith("hybrid_rl: no sandbox for code: [Errno 1] unshare: Operation not permitted. ")
+    assert "--cap-add SYS_ADMIN" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+    assert not list(tmp_path.glob("outputs/*/*/rollouts"))
