@@ -120,7 +120,7 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 def _checked(result: object) -> Score | RewardFault:
-    named = dict(result) if isinstance(result, Mapping) else {"reward": result}
+    named: dict[Any, Any] = dict(result) if isinstance(result, Mapping) else {"reward": result}
     if not named:
         return RewardFault(NO_PARTS, "the reward is {}, which has no part; return a number, or {part: number}")
     parts: dict[str, float] = {}
@@ -128,7 +128,7 @@ def _checked(result: object) -> Score | RewardFault:
         if not isinstance(name, str) or not name or name != printable(name, 100):
             return RewardFault(BAD_NAME, f"the reward has a part named {_shown(name)}; a name must be a short, printable text")
         if getattr(value, "ndim", None) == 0:  # a scalar of numpy or torch
-            value = value.item()  # type: ignore[attr-defined]
+            value = value.item()
         if not isinstance(value, Real):
             return RewardFault(NOT_A_NUMBER, f"the reward's part {name!r} is {_shown(value)}, not a number")
         parts[name] = float(value)
