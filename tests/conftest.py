@@ -24,6 +24,15 @@ transformers.utils.logging.disable_progress_bar()
 settings.register_profile("hybrid_rl", deadline=None, derandomize=True, max_examples=40, database=None)
 settings.load_profile("hybrid_rl")
 
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep the modules that start several ranks in one test process: two of them at once would be four busy processes on two cores."""
+    for item in items:
+        if hasattr(getattr(item, "module", None), "on_ranks"):
+            item.add_marker(pytest.mark.xdist_group("ranks"))
+
+
 WORDS = ["<reversed_text>", "</reversed_text>"]
 # init_std: far larger than for training, so that distributions are peaked and every weight matters
 TINY = TinyConfig(layers=2, hidden_size=32, intermediate_size=64, heads=4, kv_heads=2, head_dim=16, init_std=0.2, words=WORDS)

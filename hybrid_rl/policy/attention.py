@@ -15,10 +15,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-try:  # flash-attention's variable-length kernel, where the user installed it (GPU only)
-    from flash_attn import flash_attn_varlen_func
-except ImportError:
-    flash_attn_varlen_func = None
+from hybrid_rl.policy import flash
 
 ATTENTION_NAME = "hybrid_rl"
 
@@ -81,14 +78,12 @@ class Packed:
         self._cumulative: Tensor | None = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        if flash_attn_varlen_func is not None and query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
+        if flash.varlen is not None and query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
             bounds = self._bounds(query.device)
             longest = max(self.lengths)
             q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
             repeats = torch.are_deterministic_algorithms_enabled()  # of the gradient; a second pass over it
-            return flash_attn_varlen_func(
-                q, k, v, bounds, bounds, longest, longest, softmax_scale=scaling, causal=True, deterministic=repeats
-            )[None]
+            return flash.varlen(q, k, v, bounds, bounds, longest, longest, softmax_scale=scaling, causal=True, deterministic=repeats)[None]
         parts = zip(*(x.split(self.lengths, dim=2) for x in (query, key, value)), strict=True)
         return torch.cat([grouped_sdpa(q, k, v, scaling) for q, k, v in parts], dim=2).transpose(1, 2)
 

@@ -7,13 +7,13 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from hybrid_rl.config import Config, EngineKind, Offload, Reference
 from hybrid_rl.engine.make import choose_engine
 from hybrid_rl.learner import needs
+from hybrid_rl.machine import free_memory
 from hybrid_rl.policy import lora
 from hybrid_rl.policy.model import LOGIT_CHUNK_ELEMENTS, ModelError, compute_dtype, read_config, reason
 from hybrid_rl.processes.ranks import Ranks
@@ -74,15 +74,6 @@ def check_room(config: Config, sizes: Sizes, device: torch.device, ranks: Ranks,
         )
 
 
-def free_memory() -> int:
-    """Bytes that this machine can still give, and no more than the container that it may be is allowed."""
-    free = psutil.virtual_memory().available
-    try:
-        return min(free, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    except (OSError, ValueError):  # no container, or one without a limit
-        return free
-
-
 def disk_bytes(config: Config, sizes: Sizes) -> int:
     """Of the most checkpoints that lie there at a time, float32 with moments, the frozen reference and the exported models; without rollouts."""
     rl, sft, trained = config.rl, config.sft, sizes.trainable + sizes.beside.get("critic", 0)
@@ -94,6 +85,21 @@ def disk_bytes(config: Config, sizes: Sizes) -> int:
     most += 12 * rl.keep_best
     reference = sizes.trainable if config.algo.reference == Reference.frozen else 0
     return most * trained + 4 * (reference + sizes.parameters * (1 + (config.model.path is None)))
+
+
+BYTES_A_TOKEN = 10  # of a sampled token in a rollouts file: id, log-probability and text, compressed; prompts cost little, once a group
+
+
+def rollout_bytes(config: Config, held_out: int) -> int:
+    """Return the size of the rollouts that stay on the disk, with completions of rollout.max_tokens and without replaced groups.
+
+    `held_out` is the number of tasks that an evaluation has.
+    """
+    rl, r = config.rl, config.rollout
+    kept = min(rl.steps, r.keep_steps + 1) if r.keep_steps else rl.steps
+    evaluations = 1 + bool(config.sft.steps) + bool(rl.steps) + (kept // rl.eval_every if rl.eval_every else 0)
+    tasks = min(held_out, config.eval.max_tasks or held_out)
+    return BYTES_A_TOKEN * r.max_tokens * (kept * r.batch_size + evaluations * tasks * config.eval.samples)
 
 
 def models_beside(config: Config, parameters: int) -> dict[str, int]:
