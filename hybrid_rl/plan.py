@@ -40,7 +40,7 @@ def print_plan(config: Config, folder: Path, console: Console, ranks: Ranks) -> 
     prompts = [len(prompt_ids(task, tokenizer, r.max_prompt_tokens)) for task in [*tasks.rl, *tasks.eval]]
     scorer = Scorer(config.reward, 1, r.reward_timeout, r.reward_start_timeout)
     try:
-        scorer.check()
+        notes = scorer.check([*tasks.rl, *tasks.eval])
     finally:
         scorer.close()
 
@@ -58,8 +58,8 @@ def print_plan(config: Config, folder: Path, console: Console, ranks: Ranks) -> 
         f"tasks      {len(tasks.sft):,} SFT, {len(tasks.rl):,} RL, {len(tasks.eval):,} held out; prompts of {min(prompts)} to {max(prompts)} tokens"
     )
     if marks := marks_in(tasks, tokenizer):
-        console.say(f"note       {marks}")
-    for note in lengths:
+        notes.append(marks)
+    for note in [*notes, *lengths]:
         console.say(f"note       {note}")
     prompt = statistics.fmean(prompts)
     if config.sft.steps:

@@ -160,7 +160,7 @@ def _evaluate(s: Session, name: str, step: int = 0) -> None:
 def _build(
     config: Config, folder: Path, console: Console, scorer: Scorer, resumed: checkpoint.Checkpoint | None, ranks: Ranks, notes: list[str]
 ) -> Session:  # fmt: skip
-    """Load everything the stages need; where a checkpoint is resumed, as it stood then. Adds to `notes` what a reader should know."""
+    """Load everything the stages need; if a checkpoint is resumed, as it stood then. `notes` get what a reader should know."""
     device, r = pick_device(config.device), config.rollout
     tasks = load_task_sets(
         config.data,
@@ -174,7 +174,7 @@ def _build(
     sizes = ranks.from_main(lambda: measure(config, model_folder))
     notes += ranks.from_main(lambda: check_lengths(config, sizes, demonstration))
     ranks.from_main(lambda: check_room(config, sizes, device, ranks, folder))
-    scorer.check()
+    notes += ranks.on_all(lambda: scorer.check([*tasks.rl, *tasks.eval]))
     torch.manual_seed(config.seed)  # adapters begin at random
     policy = Policy.load(model_folder, device, config.policy, ranks)
     threads = 1 if policy.parameter_count() < TINY_PARAMETERS else max(1, cores() // ranks.local_world)

@@ -356,7 +356,7 @@ def _target_problem(node: Any, called_with: tuple[str, ...]) -> tuple[str, str] 
         tree = ast.parse(source.read_text(encoding="utf-8"), str(source))
     except (SyntaxError, UnicodeDecodeError) as error:
         return "_target_", f"{source} is not Python: {error}"
-    definitions = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    definitions = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
     found = definitions.get(name)
     if found is None and _bound_otherwise(tree, name):
         return None
@@ -394,12 +394,12 @@ def _bound_otherwise(tree: ast.Module, name: str) -> bool:
                 return True
             case ast.Name(id=bound, ctx=ast.Store()) if bound == name:
                 return True
-            case ast.FunctionDef(name=bound) | ast.ClassDef(name=bound) if bound == name:
+            case ast.FunctionDef(name=bound) | ast.AsyncFunctionDef(name=bound) | ast.ClassDef(name=bound) if bound == name:
                 return True
     return False
 
 
-def _choices(function: ast.FunctionDef) -> dict[str, list[Any]]:
+def _choices(function: ast.FunctionDef | ast.AsyncFunctionDef) -> dict[str, list[Any]]:
     """The values of each argument that is annotated as Literal[...]."""
     found: dict[str, list[Any]] = {}
     for argument in (*function.args.args, *function.args.kwonlyargs):
