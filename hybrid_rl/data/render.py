@@ -36,6 +36,7 @@ class Checked:
     """What the check of all prompts found: their lengths in tokens, by set, and lines that a user should read."""
 
     lengths: dict[str, list[int]]
+    longest: int  # the longest demonstration with its prompt, in tokens; 0 without SFT
     notes: list[str]
 
 
@@ -67,6 +68,7 @@ def _check(
     if isinstance(template, Template):
         begin(f"variables: {TEMPLATE}")
         template.check()
+    longest = 0
     for name, tasks in (("rl", sets.rl), ("eval", sets.eval), ("sft", sets.sft if sft else [])):
         lengths[name] = []
         for first in range(0, len(tasks), AT_ONCE):
@@ -95,13 +97,14 @@ def _check(
                 if problem:
                     raise DataError(f"task {task.id}: {problem}")
                 lengths[name].append(len(prompt))
+                longest = max(longest, length if name == "sft" else 0)
     notes = [
         f"the chat template leaves out the {role} message of {len(ids)} task{'s' * (len(ids) > 1)} (first: task {ids[0]}); the model never "
         "sees its text. Put it into the user message, or use a template that shows it"
         for role, ids in sorted(absent.items())
     ]
     notes += [f"{KEY}.{argument}={json.dumps(template.arguments[argument])} changes no prompt" for argument in sorted(idle)]
-    return Checked(lengths, [*notes, *filter(None, [marks_in(sets, tokenizer)])])
+    return Checked(lengths, longest, [*notes, *filter(None, [marks_in(sets, tokenizer)])])
 
 
 def _each(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, names: Sequence[str], begin: Begin) -> list[list[int]]:
