@@ -239,6 +239,16 @@ class CheckpointConfig:
     timeout: float = 900.0  # seconds that writing one may take
 
 
+class ExportDtype(Enum):
+    source = "source"  # each weight's in the model folder that the run began with
+    float32 = "float32"
+
+
+@dataclass
+class ExportConfig:
+    dtype: ExportDtype = ExportDtype.source  # of the weights in final/; they are trained in float32
+
+
 @dataclass
 class EvalConfig:
     temperature: float = 1.0
@@ -276,3 +286,4 @@ class Config:
     rl: RlConfig = field(default_factory=RlConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)

@@ -36,8 +36,9 @@ from hybrid_rl.algo.batch import Given
 from hybrid_rl.config import Config, LoraConfig
 from hybrid_rl.learner import objective_of
 from hybrid_rl.policy.critic import Critic, ValueModel
+from hybrid_rl.policy.folder import ModelError
 from hybrid_rl.policy.layout import sampled_tokens
-from hybrid_rl.policy.model import ModelError, Policy, pick_device
+from hybrid_rl.policy.model import Policy, pick_device
 from hybrid_rl.policy.numbers import Fault, find
 from hybrid_rl.policy.optimizer import make_optimizer
 from hybrid_rl.policy.update import accumulate, demonstrate, score

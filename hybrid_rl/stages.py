@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
-from hybrid_rl.config import Config, EngineKind
+from hybrid_rl.config import Config, EngineKind, ExportDtype
 from hybrid_rl.data import DataError, TaskSets, load_task_sets, template_arguments
 from hybrid_rl.data.render import Checked, check_prompts
 from hybrid_rl.data.template import fix_template
@@ -33,8 +33,10 @@ from hybrid_rl.machine import cores, machine, versions
 from hybrid_rl.plan import print_plan
 from hybrid_rl.policy import tiny
 from hybrid_rl.policy.deterministic import make_deterministic
-from hybrid_rl.policy.model import ModelError, Policy, pick_device, read_config, read_tokenizer
+from hybrid_rl.policy.folder import ModelError, read_config
+from hybrid_rl.policy.model import Policy, pick_device
 from hybrid_rl.policy.optimizer import TrainingDiverged
+from hybrid_rl.policy.tokenizer import read_tokenizer
 from hybrid_rl.preflight.budget import RoomError, check_lengths, check_room, measure
 from hybrid_rl.processes.launch import after_rank_0
 from hybrid_rl.processes.ranks import Ranks
@@ -282,7 +284,7 @@ def _resume_point(config: Config, folder: Path) -> tuple[checkpoint.Checkpoint |
 MAY_CHANGE = (
     "resume:", "output_dir:", "rl.steps:", "rl.checkpoint_every:", "rl.keep_checkpoints:", "rl.keep_best:", "rl.eval_every:", "rl.max_empty_steps:",
     "rollout.keep_steps:",
-    "sft.checkpoint_every:", "checkpoint.", "ranks:", "rank_timeout:", "rollout.max_reward_failures:", "stop_timeout:", "rollout.reward_start_timeout:",
+    "sft.checkpoint_every:", "checkpoint.", "export.", "ranks:", "rank_timeout:", "rollout.max_reward_failures:", "stop_timeout:", "rollout.reward_start_timeout:",
     "policy.shard:", "policy.offload:", "policy.activation_checkpointing:", "handover.", "engine.timeout:", "engine.start_timeout:",
     "engine.restarts:", "engine.memory_fraction:", "engine.tensor_parallel:",
 )  # fmt: skip
@@ -300,7 +302,7 @@ def _finish(s: Session) -> None:
         exported = s.folder / ".final"
         for left in (exported, exported.with_name(f"{exported.name}_adapter")):
             s.ranks.from_main(partial(_remove, left))
-        s.policy.export(exported)
+        s.policy.export(exported, float32=s.config.export.dtype == ExportDtype.float32)
         s.ranks.from_main(lambda: _put(exported, s.folder / "final"))
     if s.ranks.main and s.best:  # the last evaluation may have found a better one than that which was kept
         checkpoint.prune(s.folder / "checkpoints", s.config.rl.keep_checkpoints, s.best_checkpoint)

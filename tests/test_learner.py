@@ -14,8 +14,9 @@ from torch import Tensor
 
 from hybrid_rl.config import AlgoConfig, KlConfig, KlEstimator, KlPlace, OldLogprobs, OptimizerConfig, Reference, Schedule
 from hybrid_rl.learner import Learner, needs
+from hybrid_rl.policy.folder import ModelError
 from hybrid_rl.policy.layout import pack
-from hybrid_rl.policy.model import ModelError, Policy
+from hybrid_rl.policy.model import Policy
 from hybrid_rl.policy.optimizer import Optimizer
 from hybrid_rl.policy.update import score
 from hybrid_rl.rl import train_rl

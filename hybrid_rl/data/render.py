@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_rl.data.tasks import DataError, TaskSets
 from hybrid_rl.data.template import KEY, Template
+from hybrid_rl.policy.tokenizer import closing, exact_text
 from hybrid_rl.processes.bounded import Begin, Overrun, bounded
 from hybrid_rl.types import Rollout, Task
 
@@ -87,12 +88,12 @@ def _check(
             answers: list[list[int]] = [[]] * len(some)
             if name == "sft":
                 names = [f"task {task.id}, demonstration: the tokenizer" for task in some]
-                answers = _each([str(task.demonstration) for task in some], tokenizer, names, begin)
+                answers = _each([f"{task.demonstration}{closing(tokenizer)}" for task in some], tokenizer, names, begin)
             for task, prompt, answer in zip(some, prompts, answers, strict=True):
                 problem = _prompt_problem(prompt, tokenizer, max_tokens)
                 if not problem and (last := max(*prompt, *answer, 0)) >= vocabulary:
                     problem = f"the tokenizer gives token {last}, the model knows {vocabulary}; they do not belong together"
-                if not problem and name == "sft" and (length := len(prompt) + len(answer) + 1) > row_tokens:
+                if not problem and name == "sft" and (length := len(prompt) + len(answer)) > row_tokens:
                     problem = f"prompt and demonstration have {length} tokens, policy.row_tokens={row_tokens}; raise it or drop the task"
                 if problem:
                     raise DataError(f"task {task.id}: {problem}")
@@ -156,8 +157,11 @@ def marks_in(sets: TaskSets, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _check_end(tokenizer: PreTrainedTokenizerBase) -> None:
-    if tokenizer.eos_token_id is None:
-        raise DataError("sft.steps: the tokenizer names no eos_token, which ends a demonstration; name it in tokenizer_config.json")
+    if not closing(tokenizer):
+        raise DataError(
+            "sft.steps: neither the chat template nor the tokenizer names a token that ends a demonstration; name eos_token in "
+            "tokenizer_config.json"
+        )
 
 
 def _text(task: Task, template: Callable[..., Any]) -> str:
@@ -193,17 +197,18 @@ def _prompt_problem(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, max_
 
 
 def demonstration(task: Task, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Rollout:
-    """The task answered by its demonstration and the end token, as a rollout whose answer is to be imitated.
+    """The task answered by its demonstration, its turn ended as the chat template ends one, as a rollout whose answer is to be imitated.
 
-    Raises DataError as `prompt_ids` does, and where the tokenizer names no end token.
+    Raises DataError as `prompt_ids` does, and if there is no end token.
     """
     _check_end(tokenizer)
     rollout = Rollout(task.id, group_id=0, index=0, seed=0, token_ids=prompt_ids(task, tokenizer, max_tokens))
-    answer = [*tokenizer.encode(task.demonstration, add_special_tokens=False), tokenizer.eos_token_id]
+    answer = tokenizer.encode(f"{task.demonstration}{closing(tokenizer)}", add_special_tokens=False)
     rollout.add_sampled(answer, [0.0] * len(answer), [(0, len(answer))])
     return rollout
 
 
-def completion_text(token_ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    """What a reward sees: the sampled tokens without special ones (end of turn, padding)."""
-    return str(tokenizer.decode(token_ids, skip_special_tokens=True))
+def completion_text(token_ids: list[int], tokenizer: PreTrainedTokenizerBase, stopped: bool = False) -> str:
+    """Return what a reward sees: every sampled token but padding and, where the completion `stopped` by itself, its last: the end token."""
+    sampled = token_ids[:-1] if stopped else token_ids
+    return exact_text([token for token in sampled if token != tokenizer.pad_token_id], tokenizer)

@@ -131,4 +131,7 @@ def test_a_demonstration_ends_with_the_end_token_and_masks_its_prompt(policy):
     assert rollout.token_ids[-1] == policy.tokenizer.eos_token_id
     assert rollout.loss_mask == [False] * rollout.prompt_length + [True] * rollout.sampled
     assert rollout.sampled == 1 + 5 + 1 + 1  # a tag is one token
-    assert completion_text(rollout.token_ids[rollout.prompt_length :], policy.tokenizer) == "<reversed_text>olleh</reversed_text>"
+    assert (
+        completion_text(rollout.token_ids[rollout.prompt_length :], policy.tokenizer, stopped=True)
+        == "<reversed_text>olleh</reversed_text>"
+    )

@@ -30,8 +30,9 @@ from hybrid_rl.config import (
 )
 from hybrid_rl.policy import tiny
 from hybrid_rl.policy.critic import Critic, ValueModel, value_loss
+from hybrid_rl.policy.folder import ModelError
 from hybrid_rl.policy.layout import sampled_tokens
-from hybrid_rl.policy.model import ModelError, Policy
+from hybrid_rl.policy.model import Policy
 from hybrid_rl.policy.optimizer import Optimizer
 from hybrid_rl.policy.roles import make_critic
 from hybrid_rl.policy.sharding import local

@@ -23,7 +23,8 @@ from hybrid_rl.engine.base import Request, Sampling
 from hybrid_rl.engine.local import LocalEngine
 from hybrid_rl.handover import HandoverError, hand_over, take_back
 from hybrid_rl.policy.attention import ATTENTION_NAME
-from hybrid_rl.policy.model import ModelError, Policy
+from hybrid_rl.policy.folder import ModelError
+from hybrid_rl.policy.model import Policy
 from hybrid_rl.policy.optimizer import Optimizer
 from hybrid_rl.policy.sharding import local
 from hybrid_rl.policy.update import score
