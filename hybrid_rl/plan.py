@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from hybrid_rl.algo.contract import check_parts
+from hybrid_rl.algo.declared import removed_signal
 from hybrid_rl.config import Config
 from hybrid_rl.data import load_task_sets
 from hybrid_rl.data.render import check_prompts, demonstration, marks_in, prompt_ids
@@ -25,6 +27,7 @@ from hybrid_rl.rollout.rewards import Scorer
 def print_plan(config: Config, folder: Path, console: Console, ranks: Ranks) -> None:
     """Raises the same errors a run in `folder` would for a bad model folder, data set or reward, and for too little memory or disk."""
     device, r = pick_device(config.device), config.rollout
+    check_parts(config)
     wanted = r.batch_size // r.group_size if config.rl.steps else 0
     tasks = load_task_sets(config.data, rl_tasks=wanted, sft_tasks=config.sft.batch_size if config.sft.steps else 0)
     with tempfile.TemporaryDirectory() as temporary:
@@ -58,6 +61,8 @@ def print_plan(config: Config, folder: Path, console: Console, ranks: Ranks) -> 
     )
     if marks := marks_in(tasks, tokenizer):
         console.say(f"note       {marks}")
+    if removed := removed_signal(config.algo.advantage, config.algo.silent_by):
+        console.say(f"note       {removed}")
     prompt = statistics.fmean(prompts)
     if config.sft.steps:
         answers = [demonstration(task, tokenizer, r.max_prompt_tokens).sampled for task in tasks.sft[:1000]]

@@ -20,6 +20,8 @@ from omegaconf import OmegaConf
 from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
+from hybrid_rl.algo.contract import PartError, check_parts
+from hybrid_rl.algo.declared import removed_signal
 from hybrid_rl.config import Config
 from hybrid_rl.data import DataError, TaskSets, load_task_sets
 from hybrid_rl.data.render import check_prompts, marks_in
@@ -50,7 +52,7 @@ from hybrid_rl.sft import train_sft
 
 # What ends a run with one line instead of a traceback: the line says what to do.
 EXPECTED = (
-    ModelError, DataError, RewardError, EngineError, HandoverError, CheckpointError, TrainingDiverged, FolderInUse, SafetensorError, RoomError,
+    ModelError, DataError, RewardError, EngineError, HandoverError, CheckpointError, TrainingDiverged, FolderInUse, SafetensorError, RoomError, PartError,
 )  # fmt: skip
 DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 TINY_PARAMETERS = 10_000_000  # below this, more threads than one cost more than they give
@@ -156,6 +158,7 @@ def _build(
 ) -> Session:  # fmt: skip
     """Load everything the stages need; where a checkpoint is resumed, as it stood then."""
     device, r = pick_device(config.device), config.rollout
+    ranks.from_main(lambda: check_parts(config))
     tasks = load_task_sets(
         config.data,
         rl_tasks=r.batch_size // r.group_size if config.rl.steps else 0,
@@ -215,6 +218,8 @@ def _introduce(s: Session, notes: list[str]) -> None:
     say(f"tasks:   {len(s.tasks.sft):,} for SFT, {len(s.tasks.rl):,} for RL, {len(s.tasks.eval):,} held out")
     if marks := marks_in(s.tasks, s.policy.tokenizer):
         say(f"note:    {marks}")
+    if removed := removed_signal(config.algo.advantage, config.algo.silent_by):
+        say(f"note:    {removed}")
     if config.rollout.top_k or config.rollout.top_p < 1:
         say("note:    top-k or top-p restrict sampling; the update still compares whole distributions, so ratios are biased")
     if s.resumed:

@@ -11,9 +11,9 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from hybrid_rl.algo.declared import needs
 from hybrid_rl.config import Config, EngineKind, Offload, Reference
 from hybrid_rl.engine.make import choose_engine
-from hybrid_rl.learner import needs
 from hybrid_rl.policy import lora
 from hybrid_rl.policy.model import LOGIT_CHUNK_ELEMENTS, ModelError, compute_dtype, read_config, reason
 from hybrid_rl.processes.ranks import Ranks
