@@ -103,8 +103,8 @@ def centred() -> list[float]:
 
 AGGREGATIONS = {
     "token_mean": lambda n, kept: 1 / sum(kept.values()),
-    "seq_mean": lambda n, kept: 1 / (n * len(kept)),
-    "fixed": lambda n, kept: 1 / (len(kept) * 6),  # the test session's rollout.max_tokens
+    "seq_mean": lambda n, kept: 1 / (n * 6),  # rollouts of the batch, kept or not
+    "fixed": lambda n, kept: 1 / (6 * 6),  # times the test session's rollout.max_tokens
 }
 
 
