@@ -98,7 +98,9 @@ def _part(kind: str, key: str, part: Mapping[str, Any]) -> Part:
     try:
         return Part(kind, key, part["_target_"], instantiate(part, _partial_=True))
     except Exception as error:  # whatever the module does when imported
-        cause = error.__cause__ or error
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # Hydra's own errors wrap it
+            cause = cause.__cause__
         raise PartError(f"{key} ({part['_target_']}) cannot be loaded: {type(cause).__name__}: {_first_line(cause)}") from error
 
 
@@ -202,10 +204,12 @@ def _made_up(config: Config) -> Scored:
 
 def _tokens(batch: Scored) -> Tokens:
     """The batch's tokens after the policy has moved a little; a rollout's advantage is of either sign."""
-    moved = 0.2 * torch.randn(len(batch.behaviour_logprobs), generator=torch.Generator().manual_seed(1))
-    sign = torch.where(torch.arange(len(batch.lengths)) % 2 == 0, 1.0, -0.5)
+    draw = torch.Generator().manual_seed(1)
+    moved, advantages = 0.2 * torch.randn(len(batch.behaviour_logprobs), generator=draw), torch.randn(len(batch.lengths), generator=draw)
     logprobs = (batch.old_logprobs + moved).clamp(max=-0.01)
-    return Tokens(logprobs, batch.old_logprobs, batch.behaviour_logprobs, batch.to_tokens(sign), batch.rollout, entropy=1 - logprobs.exp())
+    return Tokens(
+        logprobs, batch.old_logprobs, batch.behaviour_logprobs, batch.to_tokens(advantages), batch.rollout, entropy=1 - logprobs.exp()
+    )
 
 
 def _of(tokens: Tokens, chosen: Tensor) -> Tokens:

@@ -16,7 +16,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybrid_rl.algo import gae, grpo, max_rl, mean_only, opd, opo, pass_at_k, reinforce_pp, remax, rloo, vtrace
+from hybrid_rl.algo import gae, gdpo, grpo, max_rl, mean_only, opd, opo, pass_at_k, reinforce_pp, remax, rloo, vtrace
 from hybrid_rl.algo.batch import Scored
 from tests.batches import batches, close, group, rollouts, scored
 
@@ -228,6 +228,54 @@ def test_penalties_are_part_of_the_reward(batch: Scored) -> None:
     own = [outcome + sum(p) for outcome, (p,) in zip(batch.outcomes.tolist(), rollouts(batch, "penalties"), strict=True)]
     groups = [part.tolist() for part in torch.tensor(own, dtype=torch.float64).split(list(batch.group_sizes))]
     close(mean_only.advantages(batch), [a for g in groups for a in by_hand("mean_only", g, [])])
+
+
+# ---- GDPO: parts of the reward ----------------------------------------------------------------------------------------------
+
+
+def gdpo_by_hand(groups: list[list[tuple[float, float]]], weights: tuple[float, float], kept: list[bool]) -> list[float]:
+    """arXiv 2601.05242: each part normalised in its group, the weighted sum normalised over the batch."""
+
+    def normed(values: list[float]) -> list[float]:
+        spread = stdev(values) if len(values) > 1 and max(values) > min(values) else 0.0
+        return [(v - fmean(values)) / (spread + 1e-6) if spread else 0.0 for v in values]
+
+    totals: list[float] = []
+    for g in groups:
+        columns = [normed([r[k] for r in g]) for k in (0, 1)]
+        totals += [sum(w * c[i] for w, c in zip(weights, columns, strict=True)) for i in range(len(g))]
+    own = [t for t, k in zip(totals, kept, strict=True) if k]
+    if len(own) < 2 or max(own) - min(own) < 1e-9:
+        return [0.0] * len(totals)
+    of_kept = iter(normed(own))
+    return [next(of_kept) if k else 0.0 for k in kept]
+
+
+@given(
+    groups=st.lists(st.lists(st.tuples(number, number), min_size=1, max_size=5), min_size=1, max_size=4),
+    weights=st.sampled_from([(1.0, 1.0), (0.25, 2.0), (1.0, 0.0)]),
+    data=st.data(),
+)
+def test_gdpo_by_hand(groups: list[list[tuple[float, float]]], weights: tuple[float, float], data) -> None:
+    count = sum(map(len, groups))
+    kept = data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
+    batch = scored([[a + b for a, b in g] for g in groups], kept=kept)
+    batch.parts = {name: torch.tensor([r[k] for g in groups for r in g], dtype=torch.float64) for k, name in enumerate(("right", "form"))}
+    expected = gdpo_by_hand(groups, weights, kept)
+    close(gdpo.advantages(batch, {"right": weights[0], "form": weights[1]}), expected, rel=1e-7, abs=1e-7)
+    if weights == (1.0, 1.0):
+        close(gdpo.advantages(batch), expected, rel=1e-7, abs=1e-7)
+
+
+def test_gdpo_tells_apart_what_one_sum_hides_and_names_a_part_that_is_not_there() -> None:
+    batch = scored([[1.0, 1.0, 0.0, 0.0, 10.0]])
+    batch.outcomes = torch.tensor([1.0, 1.0, 1.0], dtype=torch.float64)
+    batch.group_sizes, batch.lengths, batch.kept = [3], torch.ones(3, dtype=torch.int64), torch.ones(3, dtype=torch.bool)
+    batch.parts = {"right": torch.tensor([1.0, 1, 0], dtype=torch.float64), "form": torch.tensor([0.0, 0, 1], dtype=torch.float64)}
+    assert grpo.advantages(batch).tolist() == [0] * 3
+    assert gdpo.advantages(batch, {"right": 2.0, "form": 1.0})[0] > 0.5
+    with pytest.raises(ValueError, match=r"algo\.advantage\.weights names 'rigth', and the parts of the reward are form, right"):
+        gdpo.advantages(batch, {"rigth": 1.0})
 
 
 # ---- the options ------------------------------------------------------------------------------------------------------------

@@ -249,9 +249,11 @@ def advantages(batch, power: float = 1.0):
 )  # fmt: skip
 def test_a_part_of_the_users_own_states_what_it_needs_and_refuses(source, overrides, expected, tmp_path, monkeypatch):
     (tmp_path / "own_part.py").write_text(source)
+    (tmp_path / "algo" / "advantage").mkdir(parents=True)
+    (tmp_path / "algo" / "advantage" / "own.yaml").write_text("_target_: own_part.advantages\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError) as caught:
-        load([REVERSE, "algo.advantage={_target_:own_part.advantages}", *overrides])
+        load([REVERSE, "algo/advantage=own", *overrides], tmp_path)
     assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
 
