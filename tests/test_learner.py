@@ -230,10 +230,7 @@ def test_kl_in_the_loss_is_unbiased_where_a_batch_takes_several_updates(learning
     expected = by_hand(policy, b, {(i // 3, i % 3): pulls[i].tolist() for i in range(len(first))})
     learner.optimizer = recorder = Recorder(policy.model)  # type: ignore[assignment]
     learner.learn(Batch(groups=b.groups[: 2 // minibatches]), 1)
-    if minibatches == 1:
-        assert_same(recorder.gradient, expected)
-    else:  # one group is one minibatch here
-        assert_same(recorder.gradient, expected)
+    assert_same(recorder.gradient, expected)
 
 
 def test_parts_of_the_reward_reach_the_advantage(learning):

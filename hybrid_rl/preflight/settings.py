@@ -117,7 +117,7 @@ def _nearest(name: str, known: Sequence[str]) -> str:
     """The known name most like this one; a key's last part counts most, since that is what one remembers."""
     ranked = sorted(
         known,
-        key=lambda k: max(_alike(name, k), 0.99 * _alike(name.rpartition(".")[2], k.rpartition(".")[2])),
+        key=lambda k: (max(_alike(name, k), 0.99 * _alike(name.rpartition(".")[2], k.rpartition(".")[2])), sorted(name) == sorted(k)),
         reverse=True,
     )
     return f"did you mean {ranked[0]}?" if ranked and len(known) > 4 else f"there are: {', '.join(known)}"
@@ -238,18 +238,24 @@ def _problems(c: DictConfig) -> Iterator[tuple[str, str]]:
             )
         elif not any(folder.glob("*.safetensors")):
             yield "model.path", "has no *.safetensors file; weights are read in that format only"
-    parts = (*PARTS, *(f"algo.{kind}.{name}" for kind in NAMED_PARTS for name in c.algo[kind]))
-    for key in ("data", "reward", *parts):
-        node = OmegaConf.to_container(OmegaConf.select(c, key))
-        called_with = CALLED_WITH.get(key) or CALLED_WITH.get(key.rpartition(".")[0], ("batch",))
-        if problem := _target_problem(node, called_with):
-            yield problem[0] and f"{key}.{problem[0]}", problem[1]
-        elif key in parts:
-            yield from problems(key, node, c)
+    for key in ("data", "reward"):
+        yield from _part_problems(key, c)
+
+
+def _part_problems(key: str, c: DictConfig) -> Iterator[tuple[str, str]]:
+    """Of the function at `key`, and what it states about its arguments and other settings."""
+    node = OmegaConf.to_container(OmegaConf.select(c, key))
+    called_with = CALLED_WITH.get(key) or CALLED_WITH.get(key.rpartition(".")[0], ("batch",))
+    if problem := _target_problem(node, called_with):
+        yield problem[0] and f"{key}.{problem[0]}", problem[1]
+    elif key.startswith("algo."):
+        yield from problems(key, node, c)
 
 
 def _algo_problems(c: DictConfig) -> Iterator[tuple[str, str]]:
     algo = c.algo
+    for key in (*PARTS, *(f"algo.{kind}.{name}" for kind in NAMED_PARTS for name in algo[kind])):
+        yield from _part_problems(key, c)
     wanted = needs(OmegaConf.to_container(algo.advantage))
     if algo.kl.coef and algo.reference == Reference.none:
         yield "algo.kl.coef", "needs a model to measure the distance from; set algo.reference=frozen"

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hybrid_rl.algo import gae, gdpo, grpo, max_rl, mean_only, opd, opo, pass_at_k, reinforce_pp, remax, rloo, vtrace
 from hybrid_rl.algo.batch import Scored
-from tests.batches import batches, close, group, rollouts, scored
+from tests.batches import batches, close, group, number, rollouts, scored
 
 OPTIONS = Path(__file__).parents[2] / "conf" / "algo" / "advantage"
 # estimators whose advantage is a rollout's place in its group and nothing else
@@ -268,9 +268,7 @@ def test_gdpo_by_hand(groups: list[list[tuple[float, float]]], weights: tuple[fl
 
 
 def test_gdpo_tells_apart_what_one_sum_hides_and_names_a_part_that_is_not_there() -> None:
-    batch = scored([[1.0, 1.0, 0.0, 0.0, 10.0]])
-    batch.outcomes = torch.tensor([1.0, 1.0, 1.0], dtype=torch.float64)
-    batch.group_sizes, batch.lengths, batch.kept = [3], torch.ones(3, dtype=torch.int64), torch.ones(3, dtype=torch.bool)
+    batch = scored([[1.0, 1.0, 1.0]])
     batch.parts = {"right": torch.tensor([1.0, 1, 0], dtype=torch.float64), "form": torch.tensor([0.0, 0, 1], dtype=torch.float64)}
     assert grpo.advantages(batch).tolist() == [0] * 3
     assert gdpo.advantages(batch, {"right": 2.0, "form": 1.0})[0] > 0.5
