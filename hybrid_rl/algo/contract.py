@@ -12,7 +12,7 @@ from hydra.utils import get_object, instantiate
 from torch import Tensor
 
 from hybrid_rl.algo.batch import Scored, Tokens
-from hybrid_rl.algo.declared import needs
+from hybrid_rl.algo.declared import PartError, needs
 from hybrid_rl.config import AlgoConfig, Config, KlPlace
 
 CONTRACTS = {
@@ -23,10 +23,6 @@ CONTRACTS = {
     "loss": "a loss returns (losses [M], {name: [M]}) for M tokens, with a gradient through tokens.logprobs",
     "aggregation": "an aggregation returns (weights [N] float, a divisor above 0)",
 }
-
-
-class PartError(ValueError):
-    """One line that names the part and what it owes."""
 
 
 class Part:

@@ -20,6 +20,10 @@ NEEDED = {
 }
 
 
+class PartError(ValueError):
+    """One line that names a part and what is wrong with it."""
+
+
 def source_of(module: str) -> Path | None:
     """The file of a module that can be imported, without importing it."""
     try:

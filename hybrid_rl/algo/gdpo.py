@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.algo.batch import Scored
+from hybrid_rl.algo.declared import PartError
 from hybrid_rl.algo.grpo import is_constant
 
 NEEDS = ("group", "parts")
@@ -28,7 +29,7 @@ def advantages(batch: Scored, weights: Mapping[str, float] | None = None, eps: f
     total = torch.zeros_like(batch.outcomes)
     for name, weight in weights.items():
         if name not in batch.parts:
-            raise ValueError(f"algo.advantage.weights names {name!r}, and the parts of the reward are {', '.join(sorted(batch.parts))}")
+            raise PartError(f"algo.advantage.weights names {name!r}, and the parts of the reward are {', '.join(sorted(batch.parts))}")
         total = total + weight * batch.per_group_of(lambda r: _normed(r, eps), batch.parts[name])
     normed = torch.zeros_like(total)
     normed[batch.kept] = _normed(total[batch.kept], eps)

@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hybrid_rl.algo.declared import needs, problems, source_of
 from hybrid_rl.config import Config, ConfigError, EngineKind, KlEstimator, KlPlace, OldLogprobs, Reference, unbiased_kl
+from hybrid_rl.engine.sglang.interface import unusable
 
 PACKAGE = Path(__file__).parents[1]
 # In a checkout conf/ lies beside the package; an installed wheel carries it inside.
@@ -210,8 +211,8 @@ def _problems(c: DictConfig) -> Iterator[tuple[str, str]]:
         yield "model.tiny.kv_heads", f"must divide model.tiny.heads={t.heads}"
     if t.head_dim % 2:
         yield "model.tiny.head_dim", f"must be even (rotary embedding); the nearest is {t.head_dim + 1}"
-    if c.engine.kind == EngineKind.sglang and importlib.util.find_spec("sglang") is None:
-        yield "engine.kind", "SGLang is not installed; pip install 'hybrid_rl[sglang]', or engine=local"
+    if c.engine.kind == EngineKind.sglang and (why := unusable()):
+        yield "engine.kind", why
     if c.engine.tensor_parallel > 1 and c.engine.kind == EngineKind.local:
         yield "engine.tensor_parallel", "is sglang's; engine=local holds the whole weights on every rank, set it to 1"
     elif c.ranks % c.engine.tensor_parallel:
@@ -296,7 +297,7 @@ LEAST = {
     "policy.max_bad_steps": 1, "policy.shard": 0, "policy.lora.rank": 0, "policy.lora.alpha": 1, "handover.bucket_mib": 1,
     "sft.steps": 0, "sft.batch_size": 1, "sft.checkpoint_every": 0, "rl.steps": 0, "algo.minibatches": 1, "algo.epochs": 1,
     "algo.kl.horizon": 1, "algo.critic.warmup_steps": 0, "algo.critic.optimizer.warmup_steps": 0,
-    "rl.checkpoint_every": 1, "rl.keep_checkpoints": 1, "rl.eval_every": 0, "eval.temperature": 0, "eval.samples": 1,
+    "rl.checkpoint_every": 1, "rl.keep_checkpoints": 1, "rl.eval_every": 0, "rl.max_empty_steps": 0, "rollout.keep_steps": 0, "eval.temperature": 0, "eval.samples": 1,
     "eval.max_tasks": 0, "threads": 0, "ranks": 0, "seed": 0, "sft.optimizer.warmup_steps": 0, "rl.optimizer.warmup_steps": 0,
     "sft.optimizer.weight_decay": 0, "rl.optimizer.weight_decay": 0, "model.tiny.layers": 1, "model.tiny.heads": 1,
     "model.tiny.kv_heads": 1, "model.tiny.hidden_size": 1, "model.tiny.head_dim": 2, "model.tiny.intermediate_size": 1,
@@ -337,7 +338,7 @@ def _target_problem(node: Any, called_with: tuple[str, ...]) -> tuple[str, str] 
         tree = ast.parse(source.read_text(encoding="utf-8"), str(source))
     except (SyntaxError, UnicodeDecodeError) as error:
         return "_target_", f"{source} is not Python: {error}"
-    definitions = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    definitions = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
     found = definitions.get(name)
     if found is None and _bound_otherwise(tree, name):
         return None
@@ -375,12 +376,12 @@ def _bound_otherwise(tree: ast.Module, name: str) -> bool:
                 return True
             case ast.Name(id=bound, ctx=ast.Store()) if bound == name:
                 return True
-            case ast.FunctionDef(name=bound) | ast.ClassDef(name=bound) if bound == name:
+            case ast.FunctionDef(name=bound) | ast.AsyncFunctionDef(name=bound) | ast.ClassDef(name=bound) if bound == name:
                 return True
     return False
 
 
-def _choices(function: ast.FunctionDef) -> dict[str, list[Any]]:
+def _choices(function: ast.FunctionDef | ast.AsyncFunctionDef) -> dict[str, list[Any]]:
     """The values of each argument that is annotated as Literal[...]."""
     found: dict[str, list[Any]] = {}
     for argument in (*function.args.args, *function.args.kwonlyargs):

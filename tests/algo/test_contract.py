@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
-from hybrid_rl.algo.contract import PartError, check_parts
-from hybrid_rl.algo.declared import removed_signal
+from hybrid_rl.algo.contract import check_parts
+from hybrid_rl.algo.declared import PartError, removed_signal
 from hybrid_rl.config import AlgoConfig, Config, KlConfig, KlPlace
 from hybrid_rl.preflight.settings import CONF
 
