@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from hybrid_rl.algo.contract import check_parts
+from hybrid_rl.algo.declared import removed_signal
 from hybrid_rl.config import Config
 from hybrid_rl.data import load_task_sets, template_arguments
 from hybrid_rl.data.render import check_prompts, demonstration
@@ -29,6 +31,7 @@ from hybrid_rl.run_folder.clock import FILE, read_clock
 def print_plan(config: Config, folder: Path, console: Console, ranks: Ranks) -> None:
     """Raises the same errors a run in `folder` would for a bad model folder, data set or reward, and for too little memory or disk."""
     device, r = pick_device(config.device), config.rollout
+    check_parts(config)
     wanted = r.batch_size // r.group_size if config.rl.steps else 0
     tasks = load_task_sets(config.data, rl_tasks=wanted, sft_tasks=config.sft.batch_size if config.sft.steps else 0)
     with tempfile.TemporaryDirectory() as temporary:
@@ -63,7 +66,8 @@ def print_plan(config: Config, folder: Path, console: Console, ranks: Ranks) -> 
     console.say(
         f"tasks      {len(tasks.sft):,} SFT, {len(tasks.rl):,} RL, {len(tasks.eval):,} held out; prompts of {min(prompts)} to {max(prompts)} tokens"
     )
-    for note in [*notes, *checked.notes, *lengths]:
+    removed = removed_signal(config.algo.advantage, config.algo.silent_by)
+    for note in [*notes, *checked.notes, *lengths, *filter(None, [removed])]:
         console.say(f"note       {note}")
     prompt = statistics.fmean(prompts)
     if config.sft.steps:

@@ -145,7 +145,7 @@ class Kept:
         """What the update was given of some of the rollouts, and where their tokens lie."""
         of = sampled_tokens(self.rollouts, self.model.device).rollout_index
         chosen = torch.isin(of, torch.tensor(list(members), device=of.device))
-        names = ("advantages", "old_logprobs", "behaviour_logprobs", "corrections", "weights", "reference_logprobs")
+        names = ("advantages", "old_logprobs", "behaviour_logprobs", "corrections", "weights", "reference_logprobs", "look")
         columns: dict[str, Any] = {name: self.columns[name][chosen] for name in names if name in self.columns}
         return Given(rollout=of[chosen], divisor=self.facts["divisor"], **columns), chosen
 

@@ -20,6 +20,8 @@ from omegaconf import OmegaConf
 from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
+from hybrid_rl.algo.contract import check_parts
+from hybrid_rl.algo.declared import PartError, removed_signal
 from hybrid_rl.config import Config, EngineKind, ExportDtype
 from hybrid_rl.data import DataError, TaskSets, load_task_sets, template_arguments
 from hybrid_rl.data.render import Checked, check_prompts
@@ -56,7 +58,7 @@ from hybrid_rl.sft import train_sft
 # What ends a run with one line instead of a traceback: the line says what to do.
 EXPECTED = (
     ModelError, DataError, RewardError, EngineError, HandoverError, CheckpointError, TrainingDiverged, FolderInUse, SafetensorError, RoomError,
-    NothingTrained,
+    NothingTrained, PartError,
 )  # fmt: skip
 DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 TINY_PARAMETERS = 10_000_000  # below this, more threads than one cost more than they give
@@ -167,6 +169,7 @@ def _build(
 ) -> Session:  # fmt: skip
     """Load everything the stages need; if a checkpoint is resumed, as it stood then. `notes` get what a reader should know."""
     device, r = pick_device(config.device), config.rollout
+    ranks.from_main(lambda: check_parts(config))
     tasks = load_task_sets(
         config.data,
         rl_tasks=r.batch_size // r.group_size if config.rl.steps else 0,
@@ -232,6 +235,8 @@ def _introduce(s: Session, notes: list[str]) -> None:
     adapters = f", of which {trained:,} are trained (LoRA adapters of rank {config.policy.lora.rank})" if config.policy.lora.rank else ""
     say(f"model:   {config.model.path or 'embedded tiny Qwen3'}, {s.policy.parameter_count():,} parameters{adapters}")
     say(f"tasks:   {len(s.tasks.sft):,} for SFT, {len(s.tasks.rl):,} for RL, {len(s.tasks.eval):,} held out")
+    if removed := removed_signal(config.algo.advantage, config.algo.silent_by):
+        say(f"note:    {removed}")
     if s.engine_kind == EngineKind.sglang and (names := withheld()):
         say(f"note:    SGLang's process is started without {', '.join(names)}: they could change its samples, or the memory it gives back")
     if config.rollout.top_k or config.rollout.top_p < 1:

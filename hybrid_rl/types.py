@@ -129,6 +129,11 @@ class Rollout:
         self.reward_parts[part] = value
 
 
+def _equal(values: Sequence[float]) -> bool:
+    """But for rounding."""
+    return max(values) - min(values) <= ROUNDING * max(map(abs, values))
+
+
 @dataclass(slots=True)
 class Group:
     """The G rollouts of one task that are compared with each other."""
@@ -162,16 +167,19 @@ class Group:
         return [r.reward for r in self.rollouts if r.reward is not None]
 
     def silent(self, by: str = "outcome") -> bool:
-        """Equal everywhere: the outcome, the reward with what shaped it, or a named part of it; by "none" no group is silent.
+        """Equal everywhere: the outcome, the reward with what shaped it, all "parts" of it or a named one; by "none" no group is silent.
 
         Raises KeyError for a part that no reward has.
         """
         if by == "none":
             return False
+        if by == "parts":
+            names = {name for r in self.rollouts for name in r.reward_parts}
+            return all(_equal([r.reward_parts.get(name, 0.0) for r in self.rollouts]) for name in names)
         values = [r.reward_parts[by] for r in self.rollouts] if by not in ("outcome", "reward") else self.rewards
         if by == "outcome":
             values = [r.outcome for r in self.rollouts]  # type: ignore[misc]  # ready: self.rewards has raised otherwise
-        return max(values) - min(values) <= ROUNDING * max(map(abs, values))
+        return _equal(values)
 
 
 @dataclass(slots=True)

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hybrid_rl.algo.declared import needs
 from hybrid_rl.config import Config, EngineKind, Offload, Reference
 from hybrid_rl.engine.make import choose_engine
-from hybrid_rl.learner import needs
 from hybrid_rl.machine import free_memory
 from hybrid_rl.policy import lora
 from hybrid_rl.policy.attention import configured_windows

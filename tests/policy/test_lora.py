@@ -79,7 +79,8 @@ def textbook(folder: Path, adapters: dict[str, Tensor], batch: list[Rollout]) ->
         logprobs = logits.log_softmax(-1).gather(-1, torch.tensor(r.token_ids)[1:][sampled][:, None])[:, 0]
         old = torch.tensor(r.logprobs, dtype=torch.float64)[1:][sampled]
         total = (
-            total + ppo_loss(Tokens(logprobs, old, old, torch.full_like(old, advantage), torch.zeros(len(old), dtype=torch.int64)))[0].sum()
+            total
+            + ppo_loss(Tokens(logprobs, old, old, torch.full_like(old, advantage), torch.zeros(len(old), dtype=torch.int64), old))[0].sum()
         )
     (total / sum(r.sampled for r in batch)).backward()
     return {name: a.grad for name, a in adapters.items()}
