@@ -93,7 +93,7 @@ def _gpu() -> list[Check]:
 
 
 def _flash() -> Check:
-    from hybrid_rl.policy import flash
+    from hybrid_rl.attention import flash
 
     fix = "optional: with flash-attention 2 packed rows attend in one kernel instead of one call a sample: pip install flash-attn"
     return Check("flash-attention", flash.varlen is not None, flash.problem or _version("flash_attn"), fix, optional=True)

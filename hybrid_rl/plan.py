@@ -17,10 +17,10 @@ from hybrid_rl.data.render import check_prompts, demonstration
 from hybrid_rl.data.template import fix_template
 from hybrid_rl.engine.make import ENGINES, choose_engine
 from hybrid_rl.machine import machine
+from hybrid_rl.model_folder.tokenizer import read_tokenizer
 from hybrid_rl.policy import tiny
 from hybrid_rl.policy.layout import choose_layout, first_fit_decreasing
 from hybrid_rl.policy.model import compute_dtype, pick_device
-from hybrid_rl.policy.tokenizer import read_tokenizer
 from hybrid_rl.preflight.budget import Sizes, check_lengths, check_room, disk_bytes, measure, memory_by_phase, rollout_bytes
 from hybrid_rl.processes.ranks import Ranks
 from hybrid_rl.report.console import Console

@@ -35,8 +35,8 @@ from yaml import YAMLError
 from hybrid_rl.algo.batch import Given
 from hybrid_rl.config import Config, LoraConfig
 from hybrid_rl.learner import objective_of
+from hybrid_rl.model_folder.read import ModelError
 from hybrid_rl.policy.critic import Critic, ValueModel
-from hybrid_rl.policy.folder import ModelError
 from hybrid_rl.policy.layout import sampled_tokens
 from hybrid_rl.policy.model import Policy, pick_device
 from hybrid_rl.policy.numbers import Fault, find

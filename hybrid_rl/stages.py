@@ -26,19 +26,19 @@ from hybrid_rl.config import Config, EngineKind, ExportDtype
 from hybrid_rl.data import DataError, TaskSets, load_task_sets, template_arguments
 from hybrid_rl.data.render import Checked, check_prompts
 from hybrid_rl.data.template import fix_template
+from hybrid_rl.deterministic import make_deterministic
 from hybrid_rl.engine.base import KV_CACHE, WEIGHTS, EngineError
 from hybrid_rl.engine.make import ENGINES, make_engine
 from hybrid_rl.engine.sglang.interface import withheld
 from hybrid_rl.evaluate import evaluate
 from hybrid_rl.handover import HandoverError, take_back
 from hybrid_rl.machine import cores, machine, versions
+from hybrid_rl.model_folder.read import ModelError, read_config
+from hybrid_rl.model_folder.tokenizer import read_tokenizer
 from hybrid_rl.plan import print_plan
 from hybrid_rl.policy import tiny
-from hybrid_rl.policy.deterministic import make_deterministic
-from hybrid_rl.policy.folder import ModelError, read_config
 from hybrid_rl.policy.model import Policy, pick_device
 from hybrid_rl.policy.optimizer import TrainingDiverged
-from hybrid_rl.policy.tokenizer import read_tokenizer
 from hybrid_rl.preflight.budget import RoomError, check_lengths, check_room, measure
 from hybrid_rl.processes.launch import after_rank_0
 from hybrid_rl.processes.ranks import Ranks

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_rl.data.tasks import DataError, TaskSets
 from hybrid_rl.data.template import KEY, Template
-from hybrid_rl.policy.tokenizer import closing, exact_text
+from hybrid_rl.model_folder.tokenizer import closing, exact_text
 from hybrid_rl.processes.bounded import Begin, Overrun, bounded
 from hybrid_rl.types import Rollout, Task
 

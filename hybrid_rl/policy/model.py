@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from hybrid_rl.attention.attend import ATTENTION_NAME, LayerAttention, Packed, configured_windows
 from hybrid_rl.config import Offload, PolicyConfig, Precision
-from hybrid_rl.policy import lora
-from hybrid_rl.policy.attention import ATTENTION_NAME, LayerAttention, Packed, configured_windows
-from hybrid_rl.policy.export import write_folder
-from hybrid_rl.policy.folder import (
+from hybrid_rl.model_folder.export import write_folder
+from hybrid_rl.model_folder.read import (
     CHANCE,
     FROM_FOLDER,
     ModelError,
@@ -27,11 +26,12 @@ from hybrid_rl.policy.folder import (
     stored_names,
     stored_tensors,
 )
+from hybrid_rl.model_folder.tokenizer import end_ids, read_tokenizer
+from hybrid_rl.policy import lora
 from hybrid_rl.policy.logprobs import logits_of, token_cross_entropy, token_logprobs
 from hybrid_rl.policy.offload import Parked
 from hybrid_rl.policy.positions import limits
 from hybrid_rl.policy.sharding import Gathering, local, make_mesh, scatter, shard
-from hybrid_rl.policy.tokenizer import end_ids, read_tokenizer
 from hybrid_rl.processes.ranks import Ranks
 from hybrid_rl.types import PackedBatch
 

@@ -11,12 +11,12 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hybrid_rl.algo.declared import needs
+from hybrid_rl.attention.attend import configured_windows
 from hybrid_rl.config import Config, EngineKind, Offload, Reference
 from hybrid_rl.engine.make import choose_engine
 from hybrid_rl.machine import free_memory
+from hybrid_rl.model_folder.read import ModelError, check_stored, empty_model, read_config, reason
 from hybrid_rl.policy import lora
-from hybrid_rl.policy.attention import configured_windows
-from hybrid_rl.policy.folder import ModelError, check_stored, empty_model, read_config, reason
 from hybrid_rl.policy.model import LOGIT_CHUNK_ELEMENTS, compute_dtype
 from hybrid_rl.policy.positions import Limit, limits
 from hybrid_rl.processes.ranks import Ranks

@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 from hybrid_rl import stages
 from hybrid_rl.config import ConfigError
 from hybrid_rl.data.render import prompt_ids
-from hybrid_rl.policy.folder import ModelError
+from hybrid_rl.model_folder.read import ModelError
+from hybrid_rl.model_folder.tokenizer import read_tokenizer
 from hybrid_rl.policy.model import Policy
-from hybrid_rl.policy.tokenizer import read_tokenizer
 from hybrid_rl.preflight.settings import load
 from hybrid_rl.types import Task
 from tests.bad_inputs.conftest import SMALL

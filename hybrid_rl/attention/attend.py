@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedConfig
 
-from hybrid_rl.policy import flash
+from hybrid_rl.attention import flash
 
 ATTENTION_NAME = "hybrid_rl"
 
