@@ -18,7 +18,7 @@ from hybrid_rl.config import TinyConfig
 from hybrid_rl.model_folder.read import ModelError
 from hybrid_rl.policy import tiny
 from hybrid_rl.policy.model import Policy
-from tests.policy import families
+from tests.model_folder import families
 
 CPU = torch.device("cpu")
 

@@ -6,7 +6,7 @@ import pytest
 
 from hybrid_rl.config import Precision
 from hybrid_rl.processes.ranks import Ranks
-from tests.policy import families
+from tests.model_folder import families
 from tests.model_folder.families import FAMILIES, PAGE
 from tests.ranks import on_ranks
 
