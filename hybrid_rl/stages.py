@@ -10,6 +10,7 @@ import signal
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 
@@ -19,23 +20,26 @@ from omegaconf import OmegaConf
 from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
+from hybrid_rl.algo.contract import check_parts
+from hybrid_rl.algo.declared import PartError, removed_signal
 from hybrid_rl.config import Config, EngineKind, ExportDtype
-from hybrid_rl.data import DataError, TaskSets, load_task_sets
-from hybrid_rl.data.render import check_prompts, marks_in
+from hybrid_rl.data import DataError, TaskSets, load_task_sets, template_arguments
+from hybrid_rl.data.render import Checked, check_prompts
+from hybrid_rl.data.template import fix_template
+from hybrid_rl.deterministic import make_deterministic
 from hybrid_rl.engine.base import KV_CACHE, WEIGHTS, EngineError
 from hybrid_rl.engine.make import ENGINES, make_engine
 from hybrid_rl.engine.sglang.interface import withheld
 from hybrid_rl.evaluate import evaluate
 from hybrid_rl.handover import HandoverError, take_back
 from hybrid_rl.machine import cores, machine, versions
+from hybrid_rl.model_folder.read import ModelError, read_config
+from hybrid_rl.model_folder.tokenizer import read_tokenizer
 from hybrid_rl.plan import print_plan
 from hybrid_rl.policy import tiny
-from hybrid_rl.policy.deterministic import make_deterministic
-from hybrid_rl.policy.folder import ModelError, read_config
 from hybrid_rl.policy.model import Policy, pick_device
 from hybrid_rl.policy.optimizer import TrainingDiverged
-from hybrid_rl.policy.tokenizer import read_tokenizer
-from hybrid_rl.preflight.budget import RoomError, check_room, measure
+from hybrid_rl.preflight.budget import RoomError, check_lengths, check_room, measure
 from hybrid_rl.processes.launch import after_rank_0
 from hybrid_rl.processes.ranks import Ranks
 from hybrid_rl.processes.signals import Stopped
@@ -45,6 +49,7 @@ from hybrid_rl.rl import NothingTrained, train_rl
 from hybrid_rl.rollout.rewards import RewardError, Scorer
 from hybrid_rl.run_folder import checkpoint
 from hybrid_rl.run_folder.checkpoint import CheckpointError
+from hybrid_rl.run_folder.clock import read_clock, start_clock
 from hybrid_rl.run_folder.files import FolderInUse, alone_in, json_text, remove_unfinished, sync_tree, write_json, write_text
 from hybrid_rl.run_folder.metrics import Metrics
 from hybrid_rl.session import GOES_ON, Session
@@ -53,7 +58,7 @@ from hybrid_rl.sft import train_sft
 # What ends a run with one line instead of a traceback: the line says what to do.
 EXPECTED = (
     ModelError, DataError, RewardError, EngineError, HandoverError, CheckpointError, TrainingDiverged, FolderInUse, SafetensorError, RoomError,
-    NothingTrained,
+    NothingTrained, PartError,
 )  # fmt: skip
 DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 TINY_PARAMETERS = 10_000_000  # below this, more threads than one cost more than they give
@@ -96,7 +101,7 @@ def _train(config: Config, folder: Path, console: Console, ranks: Ranks) -> None
         r = config.rollout
         scorer = Scorer(config.reward, r.reward_workers, r.reward_timeout, r.reward_start_timeout)
         stack.callback(scorer.close)
-        session = _build(config, folder, console, scorer, resumed, ranks)
+        session = _build(config, folder, console, scorer, resumed, ranks, notes)
         stack.callback(_let_go, session)
         session.running["total"] = started
         _introduce(session, notes)
@@ -160,10 +165,11 @@ def _evaluate(s: Session, name: str, step: int = 0) -> None:
 
 
 def _build(
-    config: Config, folder: Path, console: Console, scorer: Scorer, resumed: checkpoint.Checkpoint | None, ranks: Ranks
+    config: Config, folder: Path, console: Console, scorer: Scorer, resumed: checkpoint.Checkpoint | None, ranks: Ranks, notes: list[str]
 ) -> Session:  # fmt: skip
-    """Load everything the stages need; where a checkpoint is resumed, as it stood then."""
+    """Load everything the stages need; if a checkpoint is resumed, as it stood then. `notes` get what a reader should know."""
     device, r = pick_device(config.device), config.rollout
+    ranks.from_main(lambda: check_parts(config))
     tasks = load_task_sets(
         config.data,
         rl_tasks=r.batch_size // r.group_size if config.rl.steps else 0,
@@ -172,11 +178,16 @@ def _build(
     model_folder = Path(config.model.path) if config.model.path else folder / "base_model"
     if not config.model.path and resumed is None:
         ranks.from_main(lambda: _make_tiny(model_folder, config))
-    ranks.from_main(lambda: _check_prompts(tasks, model_folder, config))
-    ranks.from_main(lambda: check_room(config, measure(config, model_folder), device, ranks, folder))
-    scorer.check()
+    now = ranks.from_main(lambda: read_clock(folder) if resumed else start_clock(folder))
+    checked = ranks.from_main(lambda: _check_prompts(tasks, model_folder, config, now))
+    sizes = ranks.from_main(lambda: measure(config, model_folder))
+    notes += checked.notes
+    notes += ranks.from_main(lambda: check_lengths(config, sizes, checked.longest))
+    ranks.from_main(lambda: check_room(config, sizes, device, ranks, folder))
+    notes += ranks.on_all(lambda: scorer.check([*tasks.rl, *tasks.eval]))
     torch.manual_seed(config.seed)  # adapters begin at random
     policy = Policy.load(model_folder, device, config.policy, ranks)
+    fix_template(policy.tokenizer, template_arguments(config.data), now)
     threads = 1 if policy.parameter_count() < TINY_PARAMETERS else max(1, cores() // ranks.local_world)
     torch.set_num_threads(config.threads or threads)
     ranks.from_main(lambda: (folder / "rollouts").mkdir(parents=True, exist_ok=True))
@@ -196,11 +207,12 @@ def _build(
     return session
 
 
-def _check_prompts(tasks: TaskSets, model_folder: Path, config: Config) -> None:
+def _check_prompts(tasks: TaskSets, model_folder: Path, config: Config, now: datetime) -> Checked:
     """Before the model loads: can each task be rendered, and does it fit?"""
     vocabulary, r = read_config(model_folder).get_text_config().vocab_size, config.rollout
-    check_prompts(
-        tasks, read_tokenizer(model_folder), vocabulary,
+    tokenizer = fix_template(read_tokenizer(model_folder), template_arguments(config.data), now)
+    return check_prompts(
+        tasks, tokenizer, vocabulary,
         max_tokens=r.max_prompt_tokens, row_tokens=config.policy.row_tokens, sft=bool(config.sft.steps),
     )  # fmt: skip
 
@@ -223,8 +235,8 @@ def _introduce(s: Session, notes: list[str]) -> None:
     adapters = f", of which {trained:,} are trained (LoRA adapters of rank {config.policy.lora.rank})" if config.policy.lora.rank else ""
     say(f"model:   {config.model.path or 'embedded tiny Qwen3'}, {s.policy.parameter_count():,} parameters{adapters}")
     say(f"tasks:   {len(s.tasks.sft):,} for SFT, {len(s.tasks.rl):,} for RL, {len(s.tasks.eval):,} held out")
-    if marks := marks_in(s.tasks, s.policy.tokenizer):
-        say(f"note:    {marks}")
+    if removed := removed_signal(config.algo.advantage, config.algo.silent_by):
+        say(f"note:    {removed}")
     if s.engine_kind == EngineKind.sglang and (names := withheld()):
         say(f"note:    SGLang's process is started without {', '.join(names)}: they could change its samples, or the memory it gives back")
     if config.rollout.top_k or config.rollout.top_p < 1:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
 from hybrid_rl.types import Task
+
+ARGUMENTS = "template_arguments"
 
 
 class DataError(ValueError):
@@ -39,6 +43,17 @@ class TaskSets:
                     raise DataError(f"data: task {task.id!r} is {where}; ids must be unique and the sets disjoint")
                 owner[task.id] = name
 
+    def digests(self) -> dict[str, str]:
+        """Return a SHA-256 of each set by name: everything that its tasks say, in their order."""
+        digests = {}
+        for name, tasks in (("rl", self.rl), ("sft", self.sft), ("eval", self.eval)):
+            digest = sha256()
+            for task in tasks:
+                said = (task.id, task.messages, task.answer, task.demonstration, task.source, task.columns)
+                digest.update(json.dumps(said, sort_keys=True).encode() + b"\n")
+            digests[name] = digest.hexdigest()
+        return digests
+
 
 def _problem(task: Task) -> str:
     """What the tokenizer could not take, or would take for something else. An answer may be any text: only the reward reads it."""
@@ -49,6 +64,11 @@ def _problem(task: Task) -> str:
             return f"{what} is of type {type(text).__name__}, not a text"
         if what != "the answer" and surrogates(text):
             return f"{what} has half of a surrogate pair, which no tokenizer takes"
+    if task.columns:
+        try:
+            json.dumps(task.columns, sort_keys=True)
+        except (TypeError, ValueError, RecursionError) as error:
+            return f"its columns are not values that JSON can hold ({str(error).splitlines()[0]})"
     return ""
 
 
@@ -61,10 +81,15 @@ def surrogates(text: str) -> bool:
     return False
 
 
+def template_arguments(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the variables of the chat template that the `data` section sets; all its other keys are its function's."""
+    return dict(config.get(ARGUMENTS) or {})
+
+
 def load_task_sets(config: dict[str, Any], *, rl_tasks: int, sft_tasks: int) -> TaskSets:
     """Call the recipe's loader. Raises DataError where it fails, and for a set smaller than what one step draws from it (0: set unused)."""
     try:
-        sets = instantiate(config)
+        sets = instantiate({key: value for key, value in config.items() if key != ARGUMENTS})
     except InstantiationException as error:
         cause = error.__cause__ or error
         raise (

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hybrid_rl.algo.declared import needs
+from hybrid_rl.attention.attend import configured_windows
 from hybrid_rl.config import Config, EngineKind, Offload, Reference
 from hybrid_rl.engine.make import choose_engine
-from hybrid_rl.learner import needs
 from hybrid_rl.machine import free_memory
+from hybrid_rl.model_folder.read import ModelError, check_stored, empty_model, read_config, reason
 from hybrid_rl.policy import lora
-from hybrid_rl.policy.folder import ModelError, check_stored, empty_model, read_config, reason
 from hybrid_rl.policy.model import LOGIT_CHUNK_ELEMENTS, compute_dtype
+from hybrid_rl.policy.positions import Limit, limits
 from hybrid_rl.processes.ranks import Ranks
 
 GUESSED = ("KV cache", "activations", "logits")  # rules of thumb, or smaller where there is less room
@@ -28,24 +30,61 @@ class RoomError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Numbers of parameters: the policy's, those of it that are trained, and of each model beside it (reference, teacher, critic)."""
+    """Numbers of parameters: the policy's, those of it that are trained, and of each model beside it (reference, teacher, critic).
+
+    `limits` are those of each folder's model on the length of a sample, by setting.
+    """
 
     model: PreTrainedConfig
     parameters: int
     trainable: int
     beside: dict[str, int]
+    limits: dict[str, list[Limit]] = field(default_factory=dict)
 
 
 def measure(config: Config, folder: str | Path) -> Sizes:
     """Without memory for any parameter. Raises ModelError for a bad folder."""
     model = _empty("model.path", str(folder))
+    known = {_named(config): limits(model)}
     parameters = sum(p.numel() for p in model.parameters())
     try:
         lora.inject(model, config.policy.lora)
     except ValueError as error:
         raise ModelError(str(error)) from error
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return Sizes(model.config, parameters, trainable, models_beside(config, parameters))
+    beside = models_beside(config, parameters)
+    others = {"teacher": ("algo.teacher", config.algo.teacher), "critic": ("algo.critic.path", config.algo.critic.path)}
+    for setting, path in (others[role] for role in beside if role in others):
+        if path:
+            known[f"{setting}={path}"] = limits(_empty(setting, path))
+    return Sizes(model.config, parameters, trainable, beside, known)
+
+
+def _named(config: Config) -> str:
+    """The setting that the policy's folder comes from."""
+    return f"model.path={config.model.path}" if config.model.path else f"model.tiny.max_positions={config.model.tiny.max_positions}"
+
+
+def check_lengths(config: Config, sizes: Sizes, demonstration: int) -> list[str]:
+    """Notes about samples longer than a model was made for; `demonstration` is the length of the longest one, 0 without SFT.
+
+    Raises ModelError if a model cannot compute the longest sample of the run.
+    """
+    r, notes = config.rollout, []
+    longest = r.max_prompt_tokens + r.max_tokens
+    sampled = f"rollout.max_prompt_tokens={r.max_prompt_tokens} + rollout.max_tokens={r.max_tokens} = {longest}"
+    for setting, known in sizes.limits.items():
+        lengths = [(longest, sampled, "make them smaller")]
+        if setting == _named(config):
+            lengths.append((demonstration, f"the longest demonstration has {demonstration}", "drop the longer ones"))
+        for limit in known:
+            for length, cause, remedy in lengths:
+                if length > limit.tokens:
+                    line = f"{setting} {limit.reason}, and {cause}"
+                    if limit.hard:
+                        raise ModelError(f"{line}; {remedy}")
+                    notes.append(line)
+    return notes
 
 
 def check_room(config: Config, sizes: Sizes, device: torch.device, ranks: Ranks, folder: Path) -> None:
@@ -121,11 +160,12 @@ def _empty(setting: str, folder: str) -> PreTrainedModel:
     """The folder's model without memory for its parameters."""
     try:
         model = empty_model(read_config(folder))
+        configured_windows(model.config)
         check_stored(folder, model)
         return model
     except ModelError as error:
         raise ModelError(str(error).replace("model.path=", f"{setting}=")) from error
-    except ValueError as error:  # a configuration of something that is no causal LM
+    except ValueError as error:  # no causal LM, or one with layers that are not supported
         raise ModelError(f"{setting}={folder} cannot be loaded: {reason(error)}") from error
 
 

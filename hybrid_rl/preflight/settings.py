@@ -18,7 +18,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hybrid_rl.config import Config, ConfigError, EngineKind, KlEstimator, KlPlace, OldLogprobs, Reference
+from hybrid_rl.algo.declared import needs, problems, source_of
+from hybrid_rl.config import Config, ConfigError, EngineKind, KlEstimator, KlPlace, OldLogprobs, Reference, unbiased_kl
 from hybrid_rl.engine.sglang.interface import unusable
 
 PACKAGE = Path(__file__).parents[1]
@@ -86,8 +87,10 @@ CALLED_WITH = {
     "reward": ("completion", "task"),
     "algo.loss": ("tokens",),
     "algo.aggregation": ("kept", "rollout", "max_tokens"),
+    "algo.selection": ("minibatch",),
 }
-OPEN = ("data", "reward", *PARTS, "algo.correction", "engine.arguments")  # their keys are the arguments of functions
+NAMED_PARTS = ("correction", "selection")  # any number of each, by name
+OPEN = ("data", "reward", *PARTS, "algo.correction", "algo.selection", "engine.arguments")  # their keys are the arguments of functions
 
 
 def _in_open(override: Override) -> bool:
@@ -98,6 +101,12 @@ def _check_open_names(overrides: Sequence[Override], config: DictConfig) -> None
     for override in filter(_in_open, overrides):
         section, _, name = override.key_or_group.rpartition(".")
         known = OmegaConf.select(config, section) or {}
+        given = override.value()
+        adds = section == "data.template_arguments" or (
+            (section, name) == ("data", "template_arguments") and isinstance(given, dict) and given
+        )
+        if adds and not override.is_add():
+            raise ConfigError(f"{override.input_line} (command line): is new here; to add it, write +{override.input_line}")
         if name not in known and not override.is_add():
             raise ConfigError(f"{section}.{name}={override.value()} (command line): there is no such key; {_nearest(name, list(known))}")
 
@@ -115,7 +124,7 @@ def _nearest(name: str, known: Sequence[str]) -> str:
     """The known name most like this one; a key's last part counts most, since that is what one remembers."""
     ranked = sorted(
         known,
-        key=lambda k: max(_alike(name, k), 0.99 * _alike(name.rpartition(".")[2], k.rpartition(".")[2])),
+        key=lambda k: (max(_alike(name, k), 0.99 * _alike(name.rpartition(".")[2], k.rpartition(".")[2])), sorted(name) == sorted(k)),
         reverse=True,
     )
     return f"did you mean {ranked[0]}?" if ranked and len(known) > 4 else f"there are: {', '.join(known)}"
@@ -236,17 +245,35 @@ def _problems(c: DictConfig) -> Iterator[tuple[str, str]]:
             )
         elif not any(folder.glob("*.safetensors")):
             yield "model.path", "has no *.safetensors file; weights are read in that format only"
-    for key in ("data", "reward", *PARTS, *(f"algo.correction.{name}" for name in c.algo.correction)):
-        if problem := _target_problem(OmegaConf.to_container(OmegaConf.select(c, key)), CALLED_WITH.get(key, ("batch",))):
-            yield problem[0] and f"{key}.{problem[0]}", problem[1]
+    for key in ("data", "reward"):
+        yield from _part_problems(key, c)
+
+
+def _part_problems(key: str, c: DictConfig) -> Iterator[tuple[str, str]]:
+    """Of the function at `key`, and what it states about its arguments and other settings."""
+    node = OmegaConf.to_container(OmegaConf.select(c, key))
+    called_with = CALLED_WITH.get(key) or CALLED_WITH.get(key.rpartition(".")[0], ("batch",))
+    if key == "data" and isinstance(node, dict):
+        arguments = node.pop("template_arguments", None)  # they are the renderer's
+        if not isinstance(arguments, dict | None):
+            yield "data.template_arguments", "must be a mapping of the chat template's variables, like {enable_thinking: false}"
+    if problem := _target_problem(node, called_with):
+        yield problem[0] and f"{key}.{problem[0]}", problem[1]
+    elif key.startswith("algo."):
+        yield from problems(key, node, c)
 
 
 def _algo_problems(c: DictConfig) -> Iterator[tuple[str, str]]:
-    algo, needs = c.algo, _needs(OmegaConf.to_container(c.algo.advantage))
+    algo = c.algo
+    for key in (*PARTS, *(f"algo.{kind}.{name}" for kind in NAMED_PARTS for name in algo[kind])):
+        yield from _part_problems(key, c)
+    wanted = needs(OmegaConf.to_container(algo.advantage))
     if algo.kl.coef and algo.reference == Reference.none:
         yield "algo.kl.coef", "needs a model to measure the distance from; set algo.reference=frozen"
-    elif algo.kl.coef and algo.kl.place == KlPlace.loss and algo.kl.estimator == KlEstimator.k1:
-        yield "algo.kl.estimator", "as a loss has no gradient on average; use k2 or k3, or algo.kl.place=reward"
+    elif algo.kl.coef and algo.kl.place == KlPlace.loss and algo.kl.estimator == KlEstimator.k1 and not unbiased_kl(algo):
+        yield "algo.kl.estimator", "as a loss has no gradient on average; use k2 or k3, algo.kl.unbiased=true, or algo.kl.place=reward"
+    elif algo.kl.unbiased and algo.kl.place == KlPlace.reward:
+        yield "algo.kl.unbiased", "is of a KL in the loss, and algo.kl.place=reward puts it into the reward; leave it out"
     elif algo.kl.target and not algo.kl.coef:
         yield "algo.kl.target", "steers algo.kl.coef, which is 0 and would stay 0; begin with algo.kl.coef=0.01, say"
     if algo.correction and algo.old_logprobs != OldLogprobs.recomputed:
@@ -261,51 +288,16 @@ def _algo_problems(c: DictConfig) -> Iterator[tuple[str, str]]:
         )
     if c.rollout.group_size == 1 and algo.silent_by != "none":
         yield "rollout.group_size", "makes every group silent; use 2 or more, or algo.silent_by=none"
-    if c.rollout.group_size == 1 and "group" in _needs({"_target_": algo.advantage._target_}):
+    if c.rollout.group_size == 1 and "group" in needs({"_target_": algo.advantage._target_}):
         yield "rollout.group_size", f"leaves {algo.advantage._target_} nothing to compare with; use 2 or more"
-    if algo.loss._target_ == "hybrid_rl.algo.ppo_clip.loss" and 0 < (algo.loss.get("dual_clip") or 0) <= (
-        least := 1 + algo.loss.get("clip_high", 0.2)
-    ):
-        yield "algo.loss.dual_clip", f"must be 0 (off) or more than 1 + clip_high = {least:g}; 3 is usual"
-    if algo.loss._target_ == "hybrid_rl.algo.gspo.loss" and needs & {"values", "teacher_logprobs"}:
-        yield "algo.loss", f"gspo gives a rollout one ratio and would average the tokens' own advantages of {algo.advantage._target_}"
-    k, size = algo.advantage.get("k", 4), c.rollout.group_size
-    if algo.advantage._target_ == "hybrid_rl.algo.pass_at_k.advantages" and not (isinstance(k, int) and 2 <= k <= size):
-        yield "algo.advantage.k", f"must be from 2 to rollout.group_size={size}"
-    of_tokens = algo.advantage._target_ == "hybrid_rl.algo.reinforce_pp.advantages" and not algo.advantage.get("baseline", True)
-    if algo.loss._target_ == "hybrid_rl.algo.gspo.loss" and of_tokens and algo.kl.coef and algo.kl.place == KlPlace.reward:
-        yield "algo.loss", "gspo gives a rollout one ratio and would average the tokens' own penalties; use algo.kl.place=loss"
-    if algo.advantage._target_.startswith("hybrid_rl.algo.opd.") and not algo.advantage.get("reward"):
-        no_reward = "changes the reward, which algo.advantage does not look at; give algo.advantage.reward, or leave it out"
-        if algo.kl.coef and algo.kl.place == KlPlace.reward:
-            yield "algo.kl.place", no_reward
-        if algo.overlong_share:
-            yield "algo.overlong_share", no_reward
-    if "teacher_logprobs" in needs and algo.teacher is None:
+    if "teacher_logprobs" in wanted and algo.teacher is None:
         yield "algo.teacher", "is missing: algo.advantage learns from one; set algo.teacher=/path/to/a/model/folder"
-    elif "teacher_logprobs" not in needs and algo.teacher is not None:
+    elif "teacher_logprobs" not in wanted and algo.teacher is not None:
         yield "algo.teacher", "is asked by no one; use algo=opd, or leave it out"
     if algo.teacher is not None and not (Path(algo.teacher) / "config.json").is_file():
         yield "algo.teacher", "is not a Hugging Face model folder on this disk (one with a config.json)"
     if algo.critic.path is not None and not (Path(algo.critic.path) / "config.json").is_file():
         yield "algo.critic.path", "is not a Hugging Face model folder on this disk (one with a config.json)"
-
-
-def _needs(part: Any) -> set[str]:
-    """What an advantage's file, and those nested in its arguments, declare as NEEDS; read from the source, not imported."""
-    if not isinstance(part, dict):
-        return set()
-    own: set[str] = set()
-    source = _source(part["_target_"].rpartition(".")[0]) if "_target_" in part else None
-    if source and source.suffix == ".py":
-        try:
-            tree = ast.parse(source.read_text(encoding="utf-8"))
-        except (SyntaxError, UnicodeDecodeError):  # told where the parts are checked
-            return own
-        for node in tree.body:
-            if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "NEEDS" for t in node.targets):
-                own |= set(ast.literal_eval(node.value))
-    return own.union(*(_needs(value) for value in part.values()))
 
 
 LEAST = {
@@ -345,9 +337,9 @@ def _target_problem(node: Any, called_with: tuple[str, ...]) -> tuple[str, str] 
     if not node or "_target_" not in node:
         return "_target_", "names no function; the recipe must set it"
     module, _, name = node["_target_"].rpartition(".")
-    source = _source(module)
+    source = source_of(module)
     if source is None:
-        if _source(module.rpartition(".")[0]):  # an attribute of a class
+        if source_of(module.rpartition(".")[0]):  # an attribute of a class
             return None
         return "_target_", f"there is no module {module!r} on the Python path"
     if source.suffix != ".py":  # compiled
@@ -356,7 +348,7 @@ def _target_problem(node: Any, called_with: tuple[str, ...]) -> tuple[str, str] 
         tree = ast.parse(source.read_text(encoding="utf-8"), str(source))
     except (SyntaxError, UnicodeDecodeError) as error:
         return "_target_", f"{source} is not Python: {error}"
-    definitions = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    definitions = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
     found = definitions.get(name)
     if found is None and _bound_otherwise(tree, name):
         return None
@@ -394,12 +386,12 @@ def _bound_otherwise(tree: ast.Module, name: str) -> bool:
                 return True
             case ast.Name(id=bound, ctx=ast.Store()) if bound == name:
                 return True
-            case ast.FunctionDef(name=bound) | ast.ClassDef(name=bound) if bound == name:
+            case ast.FunctionDef(name=bound) | ast.AsyncFunctionDef(name=bound) | ast.ClassDef(name=bound) if bound == name:
                 return True
     return False
 
 
-def _choices(function: ast.FunctionDef) -> dict[str, list[Any]]:
+def _choices(function: ast.FunctionDef | ast.AsyncFunctionDef) -> dict[str, list[Any]]:
     """The values of each argument that is annotated as Literal[...]."""
     found: dict[str, list[Any]] = {}
     for argument in (*function.args.args, *function.args.kwonlyargs):
@@ -408,12 +400,3 @@ def _choices(function: ast.FunctionDef) -> dict[str, list[Any]]:
                 elements = choices.elts if isinstance(choices, ast.Tuple) else [choices]
                 found[argument.arg] = [element.value for element in elements if isinstance(element, ast.Constant)]
     return found
-
-
-def _source(module: str) -> Path | None:
-    """The file of a module that can be imported, without importing it."""
-    try:
-        spec = importlib.util.find_spec(module) if module else None
-    except ImportError:
-        return None
-    return Path(spec.origin) if spec and spec.origin else None

@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 from hybrid_rl import stages
 from hybrid_rl.config import ConfigError
 from hybrid_rl.data.render import prompt_ids
-from hybrid_rl.policy.folder import ModelError
+from hybrid_rl.model_folder.read import ModelError
+from hybrid_rl.model_folder.tokenizer import read_tokenizer
 from hybrid_rl.policy.model import Policy
-from hybrid_rl.policy.tokenizer import read_tokenizer
 from hybrid_rl.preflight.settings import load
 from hybrid_rl.types import Task
 from tests.bad_inputs.conftest import SMALL
@@ -101,7 +101,8 @@ FOLDERS = {
     "cut off in the header": (cut(5), "model.path={} cannot be loaded: a *.safetensors file is damaged or not whole, copy it again ("),
     "empty weights": (cut(0), "model.path={} cannot be loaded: a *.safetensors file is damaged or not whole, copy it again ("),
     "quantised": (config(quantization_config={"quant_method": "gptq", "bits": 4}), "model.path={} has quantised weights (gptq), which cannot be trained; use the model's unquantised folder"),
-    "sliding window": (config(use_sliding_window=True, sliding_window=8, layer_types=["sliding_attention"] * 2), "layers ['sliding_attention']; only full attention is supported"),
+    "another kind of layer": (config(layer_types=["full_attention", "linear_attention"]), "model.path={} cannot be loaded: it has layers of linear_attention; only full_attention and sliding_attention are supported"),
+    "positions that follow a row": (config(max_position_embeddings=16, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}), "model.path={} moves all positions of a row when its longest sample has more than 16 tokens (rope_type dynamic, max_position_embeddings), and rollout.max_prompt_tokens=200 + "),
     "code for the model": (code("config.json", AutoConfig="own.Config", AutoModelForCausalLM="own.Model"), f"model.path={{}} {NO_CODE}"),
     "broken generation config": (content("generation_config.json", b"{"), f"model.path={{}}: {NOT_JSON}"),
     "no tokenizer": (without("tok*"), "model.path={} has no tokenizer; copy its tokenizer.json and tokenizer_config.json into the folder"),
@@ -147,6 +148,8 @@ def test_bad_model_folder(name, folder, last_line):
         "broken tokenizer",
         "code for the model",
         "quantised",
+        "positions that follow a row",
+        "another kind of layer",
         "a template that raises",
         "an end token beyond the model",
         "tied, and two tensors",

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
+from hybrid_rl.model_folder.read import ModelError
 from hybrid_rl.policy import tiny
-from hybrid_rl.policy.folder import ModelError
 from hybrid_rl.policy.model import Policy
 from tests.conftest import TINY
 

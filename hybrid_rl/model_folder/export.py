@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hybrid_rl.policy.folder import INDEX, ModelError, Stored, stored_tensors
+from hybrid_rl.model_folder.read import INDEX, ModelError, Stored, stored_tensors
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # Files that hold weights, of this or of another library: beside the trained ones they would be another model's.

@@ -6,8 +6,8 @@ import pytest
 
 from hybrid_rl.config import Precision
 from hybrid_rl.processes.ranks import Ranks
-from tests.policy import families
-from tests.policy.families import FAMILIES, PAGE
+from tests.model_folder import families
+from tests.model_folder.families import FAMILIES, PAGE
 from tests.ranks import on_ranks
 
 # One of each kind: plain, biases, fused experts beside a dense layer, a shared expert, dropout, another head's bias, no linear module, refused
@@ -19,7 +19,7 @@ def listed() -> dict[str, str]:
 
 
 def check(family: str, folder) -> None:
-    assert families.examine(family, folder).row() == listed()[family], "python -m tests.policy.families writes the page again"
+    assert families.examine(family, folder).row() == listed()[family], "python -m tests.model_folder.families writes the page again"
 
 
 @pytest.mark.parametrize("family", FEW)

@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hybrid_rl.config import TinyConfig
+from hybrid_rl.model_folder.read import ModelError
 from hybrid_rl.policy import tiny
-from hybrid_rl.policy.folder import ModelError
 from hybrid_rl.policy.model import Policy
-from tests.policy import families
+from tests.model_folder import families
 
 CPU = torch.device("cpu")
 

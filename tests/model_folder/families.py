@@ -1,4 +1,4 @@
-"""Tiny random models of many families, and what hybrid_rl does with each: `python -m tests.policy.families` writes docs/families.md."""
+"""Tiny random models of many families, and what hybrid_rl does with each: `python -m tests.model_folder.families` writes docs/families.md."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from hybrid_rl.config import LoraConfig, PolicyConfig, Precision
 from hybrid_rl.engine.base import Request, Sampling
 from hybrid_rl.engine.local import LocalEngine
 from hybrid_rl.handover import hand_over
+from hybrid_rl.model_folder.read import ModelError, stored_names
 from hybrid_rl.policy import tiny
-from hybrid_rl.policy.folder import ModelError, stored_names
 from hybrid_rl.policy.model import Policy
 from hybrid_rl.policy.update import score
 from hybrid_rl.processes.ranks import Ranks
@@ -197,7 +197,7 @@ def page(found: list[Found]) -> str:
         "# Model families\n\nWhat hybrid_rl does with a tiny random model of each family of transformers "
         f"{transformers.__version__}. `yes`: the loaded tensors are the file's, trainer, engine and plain transformers agree on every\n"
         f"log-probability within {CLOSE:g}, an export read by plain transformers is the policy, and so are the merged and the separate adapter.\n"
-        "Otherwise the line that ends the run before anything is trained. `python -m tests.policy.families` writes this page.\n\n"
+        "Otherwise the line that ends the run before anything is trained. `python -m tests.model_folder.families` writes this page.\n\n"
         "| family (`model_type`) | runs | modules that get adapters (`policy.lora.targets=[all-linear]`) |\n|---|---|---|\n"
     )
     return text + "".join(f"{f.row()}\n" for f in found)

@@ -10,9 +10,9 @@ from transformers import AutoTokenizer
 
 from hybrid_rl.data.render import check_prompts, completion_text, demonstration
 from hybrid_rl.data.tasks import TaskSets
-from hybrid_rl.policy.folder import ModelError
+from hybrid_rl.model_folder.read import ModelError
+from hybrid_rl.model_folder.tokenizer import PROBE, closing, exact_text, read_tokenizer
 from hybrid_rl.policy.model import Policy
-from hybrid_rl.policy.tokenizer import PROBE, closing, exact_text, read_tokenizer
 from hybrid_rl.types import Task
 
 CPU = torch.device("cpu")
@@ -63,7 +63,7 @@ def test_ids_are_those_of_tokenizer_json_whatever_class_is_named(folder, name, s
 
 
 def test_one_that_cannot_be_read_as_written_is_refused(folder, monkeypatch):
-    monkeypatch.setattr("hybrid_rl.policy.tokenizer._reads_as", lambda tokenizer, file: False)
+    monkeypatch.setattr("hybrid_rl.model_folder.tokenizer._reads_as", lambda tokenizer, file: False)
     with pytest.raises(ModelError, match=r"model\.path=.*: transformers does not split text as tokenizer\.json says"):
         read_tokenizer(folder)
 

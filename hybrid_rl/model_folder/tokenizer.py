@@ -9,7 +9,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from hybrid_rl.policy.folder import FROM_FOLDER, ModelError, read_config, read_generation, reason
+from hybrid_rl.model_folder.read import FROM_FOLDER, ModelError, read_config, read_generation, reason
 
 # What tokenizers split differently: digits, runs of blanks and newlines, punctuation, contractions, capitals, other scripts
 PROBE = "In 2024, 12345 people DON'T pay $3.50…\n\n\tif x>=10:   # it's `code`, I'll say\r\n  naïve café 你好 Привет 🙂 (a)[b]{c}<d> \n"

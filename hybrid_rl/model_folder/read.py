@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from hybrid_rl.policy.attention import ATTENTION_NAME
+from hybrid_rl.attention.attend import ATTENTION_NAME
 
 # How every folder is read: from this disk, weights from safetensors alone, and none of the Python code that may lie in it is run.
 FROM_FOLDER: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
