@@ -249,6 +249,7 @@ class EvalConfig:
 class Config:
     name: str = ""  # the recipe's name, set by the recipe
     seed: int = 0
+    data_seed: Optional[int] = None  # of the order in which tasks and demonstrations are drawn; null: seed
     device: str = "auto"  # auto, cpu, cuda
     ranks: int = 0  # processes that train together; 0: one for each visible GPU, one on the CPU
     rank_timeout: float = 1800.0  # seconds without any progress after which a rank hangs, and the run ends
@@ -256,9 +257,9 @@ class Config:
     deterministic: bool = False  # only operations that give the same bits every time: slower on a GPU, see docs/faults.md
     threads: int = 0  # CPU threads of torch; 0: one for tiny models, all cores otherwise
     output_dir: str = "outputs"
-    resume: str = (
-        "never"  # never; auto: the newest unfinished run of this recipe, if any; must: auto, and an error if none; or a run's folder
-    )
+    # never: a new run; auto: the newest run of this recipe, if it is unfinished, else a new one; must: auto, and an error if there is none;
+    # or a run's folder, whose settings are taken: the command line then gives only what is to change
+    resume: str = "never"
     dry_run: bool = False  # check everything, print the plan, stop
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)

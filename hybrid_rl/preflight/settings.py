@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib.util
 import math
+import site
+import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hybrid_rl.config import Config, ConfigError, EngineKind, KlEstimator, KlPlace, OldLogprobs, Reference
+from hybrid_rl.preflight.names import (
+    PARTS,
+    check_names,
+    check_open_names,
+    composition_problem,
+    first_line,
+    groups,
+    in_open,
+    nearest,
+    of_hydra,
+    parse,
+)
+from hybrid_rl.run_folder.files import Unreadable, read_yaml
 
 PACKAGE = Path(__file__).parents[1]
 # In a checkout conf/ lies beside the package; an installed wheel carries it inside.
@@ -27,122 +40,148 @@ CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "co
 ConfigStore.instance().store(name="schema", node=Config)
 
 
+RESUME = ("never", "auto", "must")  # resume's choices beside a run's folder
+
+
 def load(overrides: Sequence[str], own: Path | None = None) -> DictConfig:
-    """Compose and check one job's configuration; `own` is a user's folder of more groups. Raises ConfigError."""
-    parsed = parse(overrides)
+    """Compose and check one job's configuration; `own` is a user's folder of more groups. Raises ConfigError.
+
+    When `resume` names a run's folder, its config.yaml takes the place of conf/: overrides change what was saved there.
+    """
+    parsed = [p for p in parse(overrides) if not of_hydra(p)]
     folders = [CONF, *([own] if own else [])]
-    _check_names(parsed, folders)
-    search = [f"hydra.searchpath=[file://{own.resolve()}]"] if own else []
+    check_names(parsed, folders)
     try:
-        with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
-            config = compose("config", overrides=search + [o for o, p in zip(overrides, parsed, strict=True) if not _in_open(p)])
-            _check_open_names(parsed, config)
-            config = compose("config", overrides=[*search, *overrides])
+        run = _resumed_folder(parsed)
+        config = _compose(parsed, own) if run is None else _compose_saved(run, parsed, own)
         OmegaConf.resolve(config)
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(_composition_problem(error, parsed)) from error
+        raise ConfigError(composition_problem(error, parsed)) from error
+    if missing := sorted(OmegaConf.missing_keys(config)):
+        raise ConfigError(f"{missing[0]}=??? ({_origin(missing[0], parsed, folders, run)}): has no value; set {missing[0]}")
     for key, problem in _problems(config):
         value = OmegaConf.select(config, key)
-        raise ConfigError(f"{key}={value} ({_origin(key, parsed, folders)}): {problem}")
+        raise ConfigError(f"{key}={value} ({_origin(key, parsed, folders, run)}): {problem}")
     return config
 
 
-# ---- names: is every override's key one that exists? ------------------------------------------------------------------
+def hydra_settings(overrides: Sequence[str], own: Path | None = None) -> DictConfig:
+    """Return Hydra's own part of a job's configuration, with every key of the job in reach. Raises ConfigError."""
+    parsed = parse(overrides)
+    try:
+        with initialize_config_dir(config_dir=str(CONF), version_base="1.3", job_name="run"):
+            config = compose("config", overrides=[*_search(own), *(str(o.input_line) for o in parsed)], return_hydra_config=True)
+            OmegaConf.resolve(config.hydra.run), OmegaConf.resolve(config.hydra.sweep)
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise ConfigError(composition_problem(error, parsed)) from error
+    return config.hydra
 
 
-def parse(overrides: Sequence[str]) -> list[Override]:
-    parser, parsed = OverridesParser.create(), []
-    for override in overrides:
-        try:
-            parsed.append(parser.parse_override(override))
-        except HydraException as error:
-            raise ConfigError(f"{override} (command line): not of the form key=value ({_first_line(error)})") from error
-    return parsed
+def _compose(parsed: Sequence[Override], own: Path | None, base: str = "config") -> DictConfig:
+    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
+        check_open_names(parsed, compose(base, overrides=[*_search(own), *(str(p.input_line) for p in parsed if not in_open(p))]))
+        return compose(base, overrides=[*_search(own), *(str(p.input_line) for p in parsed)])
 
 
-def _check_names(overrides: Sequence[Override], folders: Sequence[Path]) -> None:
-    groups = {str(d.relative_to(folder)) for folder in folders for d in folder.rglob("*") if d.is_dir()}
-    keys = set(_keys(OmegaConf.structured(Config)))
-    for override in overrides:
-        key, value = override.key_or_group, override.get_value_element_as_str()
-        if key.startswith("hydra") or _in_open(override):
-            continue
-        if key in groups:
-            options = sorted(file.stem for folder in folders for file in (folder / key).glob("*.yaml"))
-            for choice in value.strip("[]").split(","):  # several of a group as a list
-                if choice and choice not in options:
-                    raise ConfigError(f"{key}={value} (command line): there is no such choice; {_nearest(choice, options)}")
-        elif key not in keys:
-            section = key.rpartition(".")[0]
-            known = sorted(k for k in keys | groups if section not in keys or k.startswith(f"{section}."))
-            raise ConfigError(f"{key}={value} (command line): there is no such key; {_nearest(key, known)}")
+def _search(own: Path | None) -> list[str]:
+    return [f"hydra.searchpath=[file://{own.resolve()}]"] if own else []
 
 
-PARTS = ("algo.advantage", "algo.loss", "algo.aggregation")
-# what a function that a recipe names is called with, before what its own settings add
-CALLED_WITH = {
-    "data": (),
-    "reward": ("completion", "task"),
-    "algo.loss": ("tokens",),
-    "algo.aggregation": ("kept", "rollout", "max_tokens"),
-}
-OPEN = ("data", "reward", *PARTS, "algo.correction", "engine.arguments")  # their keys are the arguments of functions
+def _resumed_folder(parsed: Sequence[Override]) -> Path | None:
+    """Return the folder that `resume` names, if it names one. Raises ConfigError when that is no run's folder."""
+    given = [p for p in parsed if p.key_or_group == "resume"]
+    value = given[-1].value() if given else "never"
+    if value in RESUME or value is None:
+        return None
+    folder = Path(str(value))
+    if not folder.is_dir() or not (folder / "config.yaml").is_file():
+        inside = next((f for f in [*folder.absolute().parents][:2] if str(value) and (f / "config.yaml").is_file()), None)
+        if inside:
+            raise ConfigError(f"resume={value} (command line): lies inside a run's folder; name the folder, resume={inside}")
+        if not str(value) or not folder.is_dir():
+            raise ConfigError(f"resume={value} (command line): must be never, auto, must, or the folder of a run")
+    return folder
 
 
-def _in_open(override: Override) -> bool:
-    return any(override.key_or_group.startswith(f"{section}.") for section in OPEN)
+def _compose_saved(run: Path, parsed: Sequence[Override], own: Path | None) -> DictConfig:
+    """Return the settings of a run's folder with overrides on top: keys as they are, groups by the section that they compose here."""
+    chosen = [p for p in parsed if p.key_or_group in groups([CONF, *([own] if own else [])])]
+    try:
+        saved = read_yaml(run / "config.yaml")
+    except Unreadable as error:
+        raise ConfigError(f"{error}; resume=never for a new run") from error
+    _check_targets(saved, run, {str(p.value()) for p in parsed if p.key_or_group.endswith("_target_")})
+    if chosen:
+        here = OmegaConf.to_container(_compose(parsed, own), enum_to_str=True)
+        assert isinstance(here, dict)
+        if here["name"] and here["name"] != saved.get("name"):
+            raise ConfigError(f"resume={run}: is a run of recipe {saved.get('name')}, not of {here['name']}; leave +recipe out")
+        for group in chosen:
+            if group.key_or_group != "recipe":
+                *sections, last = group.key_or_group.split("/")
+                into, taken = saved, here
+                for section in sections:
+                    into, taken = into.setdefault(section, {}), taken[section]
+                into[last] = taken[last]
+    try:
+        node = OmegaConf.merge(OmegaConf.structured(Config), saved)
+    except OmegaConfBaseException as error:
+        key = getattr(error, "full_key", None)
+        what = f"{key}: {first_line(error)}" if key else first_line(error)
+        raise ConfigError(f"{run / 'config.yaml'}: {what}; resume=never for a new run") from error
+    ConfigStore.instance().store(name="saved", node=node)
+    return _compose([p for p in parsed if p not in chosen], own, "saved")
 
 
-def _check_open_names(overrides: Sequence[Override], config: DictConfig) -> None:
-    for override in filter(_in_open, overrides):
-        section, _, name = override.key_or_group.rpartition(".")
-        known = OmegaConf.select(config, section) or {}
-        if name not in known and not override.is_add():
-            raise ConfigError(f"{section}.{name}={override.value()} (command line): there is no such key; {_nearest(name, list(known))}")
+def _check_targets(saved: Any, run: Path, named: set[str]) -> None:
+    """Raise ConfigError for a saved `_target_` that is no function of a recipe: a run's folder may come from elsewhere, and what it names is called.
+
+    Taken is what hybrid_rl and the user's own files define, and what the command line names too.
+    """
+    if isinstance(saved, list):
+        for child in saved:
+            _check_targets(child, run, named)
+    elif isinstance(saved, dict):
+        for key, value in saved.items():
+            if key != "_target_":
+                _check_targets(value, run, named)
+            elif not isinstance(value, str) or not (value in named or _of_a_recipe(value)):
+                raise ConfigError(
+                    f"{run / 'config.yaml'}: _target_={value} is not defined by hybrid_rl's parts or a file of yours; name it on the command line"
+                )
 
 
-def _keys(config: DictConfig, prefix: str = "") -> Iterator[str]:
-    for name in map(str, config):
-        key = f"{prefix}{name}"
-        yield key
-        child = config._get_node(name)
-        if isinstance(child, DictConfig) and not child._is_none():
-            yield from _keys(child, f"{key}.")
+def _of_a_recipe(target: str) -> bool:
+    """Whether a function or class is defined (not only imported) in hybrid_rl's parts, or in a Python file that is not an installed package's."""
+    module, _, name = target.rpartition(".")
+    if module.startswith("hybrid_rl.") and not module.startswith(
+        tuple(f"hybrid_rl.{part}" for part in ("algo.", "data.", "recipes.", "sandbox."))
+    ):
+        return False
+    source = _source(module)
+    if source is None:
+        module, _, name = module.rpartition(".")  # of a class
+        source = _source(module)
+    if source is None:  # told where targets are checked
+        return not importlib.util.find_spec(target.partition(".")[0])
+    installed = [*sysconfig.get_paths().values(), *site.getsitepackages(), site.getusersitepackages()]
+    if not module.startswith("hybrid_rl.") and any(source.resolve().is_relative_to(Path(path).resolve()) for path in installed):
+        return False
+    if source.suffix != ".py":
+        return False
+    try:
+        tree = ast.parse(source.read_text(encoding="utf-8"))
+    except (SyntaxError, UnicodeDecodeError):  # told where targets are checked
+        return True
+    return any(isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name for node in tree.body)
 
 
-def _nearest(name: str, known: Sequence[str]) -> str:
-    """The known name most like this one; a key's last part counts most, since that is what one remembers."""
-    ranked = sorted(
-        known,
-        key=lambda k: max(_alike(name, k), 0.99 * _alike(name.rpartition(".")[2], k.rpartition(".")[2])),
-        reverse=True,
-    )
-    return f"did you mean {ranked[0]}?" if ranked and len(known) > 4 else f"there are: {', '.join(known)}"
-
-
-def _alike(a: str, b: str) -> float:
-    return difflib.SequenceMatcher(None, a, b).ratio()
-
-
-def _composition_problem(error: Exception, overrides: Sequence[Override]) -> str:
-    """Hydra's and OmegaConf's errors, in one line with the key, the value and what was expected."""
-    cause: BaseException = error
-    while not isinstance(cause, OmegaConfBaseException) and cause.__cause__ is not None:
-        cause = cause.__cause__
-    key = getattr(cause, "full_key", None)
-    given = next((o for o in overrides if o.key_or_group == key), None)
-    value = f"={given.get_value_element_as_str()} (command line)" if given else ""
-    return f"{key}{value}: {_first_line(cause)}" if key else _first_line(error)
-
-
-def _first_line(error: BaseException) -> str:
-    return " ".join(str(error).strip().splitlines()[0].split())
-
-
-def _origin(key: str, overrides: Sequence[Override], folders: Sequence[Path]) -> str:
-    """Where the value came from: the command line, the YAML file that sets it last, or the default in config.py."""
+def _origin(key: str, overrides: Sequence[Override], folders: Sequence[Path], run: Path | None = None) -> str:
+    """Where the value came from: the command line, the run that is resumed, the YAML file that sets it last, or the default in config.py."""
     if any(o.key_or_group in (key, key.replace(".", "/")) for o in overrides):
         return "command line"
+    if run:
+        return str(run / "config.yaml")
     chosen = {"model": "tiny", "algo": "grpo"} | {o.key_or_group: str(o.value()) for o in overrides}
     for file in (folder / "algo" / f"{chosen['algo']}.yaml" for folder in folders):
         if file.is_file():  # the parts that an algorithm names, where the command line names no other
@@ -165,9 +204,14 @@ def _problems(c: DictConfig) -> Iterator[tuple[str, str]]:
     if not c.name:
         recipes = ", ".join(sorted(file.stem for file in (CONF / "recipe").glob("*.yaml")))
         yield "name", f"no recipe was chosen; add +recipe=NAME, there are: {recipes}"
+    elif c.name in (".", "..") or Path(c.name).name != c.name:
+        yield "name", "must be a plain name: the runs' folder is called so"
+    if not c.output_dir:
+        yield "output_dir", "must be a folder; output_dir=. is the current one"
     for key, least in LEAST.items():
-        if OmegaConf.select(c, key) < least:
-            yield key, f"must be at least {least}"
+        most = MOST.get(key, 2**31 - 1)
+        if (value := OmegaConf.select(c, key)) is not None and not least <= value <= most:
+            yield key, f"must be at least {least}" if value < least else f"must be at most {most}"
     for key, (low, high) in BETWEEN.items():
         if not low <= OmegaConf.select(c, key) <= high:
             yield key, f"must be between {low:g} and {high:g}"
@@ -208,22 +252,23 @@ def _problems(c: DictConfig) -> Iterator[tuple[str, str]]:
     if t.head_dim % 2:
         yield "model.tiny.head_dim", f"must be even (rotary embedding); the nearest is {t.head_dim + 1}"
     if c.engine.kind == EngineKind.sglang and importlib.util.find_spec("sglang") is None:
-        yield "engine.kind", "SGLang is not installed; pip install 'hybrid_rl[sglang]', or engine=local"
+        yield "engine.kind", "SGLang is not installed; pip install -e '.[sglang]', or engine=local"
     if c.engine.tensor_parallel > 1 and c.engine.kind == EngineKind.local:
         yield "engine.tensor_parallel", "is sglang's; engine=local holds the whole weights on every rank, set it to 1"
     elif c.ranks % c.engine.tensor_parallel:
         yield "engine.tensor_parallel", f"does not divide the {c.ranks} ranks; set ranks to a multiple of it"
     if c.policy.lora.rank > 0 and importlib.util.find_spec("peft") is None:
-        yield "policy.lora.rank", "adapters need peft, which is not installed; pip install 'hybrid_rl[lora]'"
+        yield "policy.lora.rank", "adapters need peft, which is not installed; pip install -e '.[lora]'"
     if c.policy.lora.rank > 0 and not c.policy.lora.targets:
         yield "policy.lora.targets", "names no module; all-linear means all of them"
     if c.algo.reference == Reference.base and c.policy.lora.rank == 0:
         yield "algo.reference", "is the policy without its adapters, and policy.lora.rank=0 means it has none; use frozen"
+    for key in PARTS:
+        if not isinstance(OmegaConf.select(c, f"{key}._target_"), str):
+            yield f"{key}._target_", FUNCTION
     yield from _algo_problems(c)
     if c.device not in ("auto", "cpu", "cuda"):
-        yield "device", f"{_nearest(c.device, ['auto', 'cpu', 'cuda'])}"
-    if c.resume not in ("never", "auto", "must") and not Path(c.resume).is_dir():
-        yield "resume", "must be never, auto, must, or the folder of a run"
+        yield "device", f"{nearest(c.device, ['auto', 'cpu', 'cuda'])}"
     if c.rl.keep_best and not c.rl.eval_every:
         yield "rl.keep_best", "compares evaluations, and rl.eval_every=0 means there are none between steps; set rl.eval_every"
     if c.model.path is not None:
@@ -295,7 +340,7 @@ def _needs(part: Any) -> set[str]:
     if not isinstance(part, dict):
         return set()
     own: set[str] = set()
-    source = _source(part["_target_"].rpartition(".")[0]) if "_target_" in part else None
+    source = _source(str(part["_target_"]).rpartition(".")[0]) if "_target_" in part else None
     if source and source.suffix == ".py":
         try:
             tree = ast.parse(source.read_text(encoding="utf-8"))
@@ -307,6 +352,13 @@ def _needs(part: Any) -> set[str]:
     return own.union(*(_needs(value) for value in part.values()))
 
 
+# what a function that a recipe names is called with, before what its own settings add
+CALLED_WITH = {
+    "data": (),
+    "reward": ("completion", "task"),
+    "algo.loss": ("tokens",),
+    "algo.aggregation": ("kept", "rollout", "max_tokens"),
+}
 LEAST = {
     "rollout.batch_size": 1, "rollout.group_size": 1, "rollout.max_tokens": 1, "rollout.max_prompt_tokens": 1,
     "rollout.top_k": 0, "rollout.max_replacements": 0, "rollout.reward_workers": 1, "engine.slots": 1, "engine.tensor_parallel": 1,
@@ -315,10 +367,11 @@ LEAST = {
     "sft.steps": 0, "sft.batch_size": 1, "sft.checkpoint_every": 0, "rl.steps": 0, "algo.minibatches": 1, "algo.epochs": 1,
     "algo.kl.horizon": 1, "algo.critic.warmup_steps": 0, "algo.critic.optimizer.warmup_steps": 0,
     "rl.checkpoint_every": 1, "rl.keep_checkpoints": 1, "rl.eval_every": 0, "eval.temperature": 0, "eval.samples": 1,
-    "eval.max_tasks": 0, "threads": 0, "ranks": 0, "seed": 0, "sft.optimizer.warmup_steps": 0, "rl.optimizer.warmup_steps": 0,
+    "eval.max_tasks": 0, "threads": 0, "ranks": 0, "seed": 0, "data_seed": 0, "sft.optimizer.warmup_steps": 0, "rl.optimizer.warmup_steps": 0,
     "sft.optimizer.weight_decay": 0, "rl.optimizer.weight_decay": 0, "model.tiny.layers": 1, "model.tiny.heads": 1,
     "model.tiny.kv_heads": 1, "model.tiny.hidden_size": 1, "model.tiny.head_dim": 2, "model.tiny.intermediate_size": 1,
 }  # fmt: skip
+MOST = {"seed": 2**63 - 1, "data_seed": 2**63 - 1}  # of the whole numbers above; the others' is 2**31 - 1
 BETWEEN = {
     "rollout.top_p": (1e-6, 1.0),
     "rollout.max_reward_failures": (0, 1),
@@ -339,10 +392,15 @@ POSITIVE = (
 )  # fmt: skip
 
 
+FUNCTION = "must be the path of a function: module.function"
+
+
 def _target_problem(node: Any, called_with: tuple[str, ...]) -> tuple[str, str] | None:
     """Check a `_target_` and its arguments against the function's source, without importing it (it may import torch)."""
-    if not node or "_target_" not in node:
+    if not node or not isinstance(node, dict) or not node.get("_target_"):
         return "_target_", "names no function; the recipe must set it"
+    if not isinstance(node["_target_"], str) or "." not in node["_target_"].strip("."):
+        return "_target_", FUNCTION
     module, _, name = node["_target_"].rpartition(".")
     source = _source(module)
     if source is None:
@@ -361,7 +419,7 @@ def _target_problem(node: Any, called_with: tuple[str, ...]) -> tuple[str, str] 
         return None
     public = sorted(d for d in definitions if not d.startswith("_"))
     if found is None:
-        return "_target_", f"{module} defines no {name!r}; {_nearest(name, public)}"
+        return "_target_", f"{module} defines no {name!r}; {nearest(name, public)}"
     if isinstance(found, ast.ClassDef):
         found = next((n for n in found.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
     if found is None or found.decorator_list:  # a decorator may change what it takes
@@ -371,7 +429,7 @@ def _target_problem(node: Any, called_with: tuple[str, ...]) -> tuple[str, str] 
     accepted = positional + named
     for argument in node:
         if argument not in accepted and not argument.startswith("_") and not found.args.kwarg:
-            return argument, f"{module}.{name} takes no such argument; {_nearest(argument, accepted)}"
+            return argument, f"{module}.{name} takes no such argument; {nearest(argument, accepted)}"
     for argument, choices in _choices(found).items():
         if argument in node and node[argument] not in choices:
             return argument, f"{module}.{name} knows {', '.join(map(repr, choices))}"
@@ -413,6 +471,6 @@ def _source(module: str) -> Path | None:
     """The file of a module that can be imported, without importing it."""
     try:
         spec = importlib.util.find_spec(module) if module else None
-    except ImportError:
+    except (ImportError, ValueError):  # ValueError: __main__ of a script
         return None
     return Path(spec.origin) if spec and spec.origin else None

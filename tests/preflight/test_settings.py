@@ -8,7 +8,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from hybrid_rl.config import Config, ConfigError
-from hybrid_rl.preflight.settings import _keys, load
+from hybrid_rl.preflight.names import keys
+from hybrid_rl.preflight.settings import load
 
 REVERSE = "+recipe=reverse"
 
@@ -116,7 +117,7 @@ def test_every_default_can_be_overridden_without_plus():
     schema = OmegaConf.structured(Config)
     config = load([REVERSE])
     leaves = [
-        k for k in _keys(schema) if not OmegaConf.is_config(OmegaConf.select(schema, k)) or OmegaConf.is_list(OmegaConf.select(schema, k))
+        k for k in keys(schema) if not OmegaConf.is_config(OmegaConf.select(schema, k)) or OmegaConf.is_list(OmegaConf.select(schema, k))
     ]
     assert len(leaves) > 60
     values = OmegaConf.to_container(config, enum_to_str=True)

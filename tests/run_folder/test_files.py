@@ -118,7 +118,9 @@ LAUGHS = "a: &a [x, x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}, *{a}]\n" for a, 
 
 
 @pytest.mark.parametrize(
-    "text", ["a: [1", "[" * DEEP, "{a: " * DEEP, "- 1", "a", "", "? [a]\n: b", "1: 2", "a: !!python/name:os.system", LAUGHS, "\x00"], ids=lambda t: t[:20]
+    "text",
+    ["a: [1", "[" * DEEP, "{a: " * DEEP, "- 1", "a", "", "? [a]\n: b", "1: 2", "a: !!python/name:os.system", LAUGHS, "\x00"],
+    ids=lambda t: t[:20],
 )
 def test_damaged_yaml_is_one_kind_of_error(tmp_path, text):
     path = tmp_path / "config.yaml"
