@@ -1,8 +1,12 @@
-"""Evaluation: every held-out task once (or eval.samples times), through the same engine, phases and scoring as training."""
+"""Evaluation: every held-out task once (or eval.samples times), through the same engine, phases and scoring as training.
+
+Evaluate a model again, and do nothing else: python -m hybrid_rl.evaluate +recipe=mine model.path=outputs/mine/<run>/final
+"""
 
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -69,3 +73,9 @@ def scores(groups: Sequence[Group], pass_reward: float) -> dict[str, Any]:
         **({"pass_at": {str(k): statistics.fmean(pass_at_k(samples, c, k) for c in right) for k in ks}} if ks else {}),
         **({"sources": sources} if len(sources) > 1 else {}),
     }
+
+
+if __name__ == "__main__":
+    from hybrid_rl.run import main
+
+    sys.exit(main([*sys.argv[1:], "sft.steps=0", "rl.steps=0"]))

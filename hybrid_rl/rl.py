@@ -25,13 +25,12 @@ def train_rl(s: Session) -> None:
     optimizer = learner.optimizer
     collector = Collector(
         engine, s.tasks.rl, policy.tokenizer, s.scorer, s.config.rollout, s.config.seed, s.ranks, s.config.algo, learner.greedy,
-        s.revive_engine,
+        s.revive_engine, s.data_seed,
     )  # fmt: skip
     if s.resumed and start:
         s.resumed.restore_optimizer(optimizer)
-        learner.restore(s.resumed.state["learner"])
-        collector.restore(s.resumed.state["collector"])
-        alarms.restore(s.resumed.state["alarms"])
+        for name, part in (("learner", learner), ("collector", collector), ("alarms", alarms)):
+            s.resumed.restore(name, part.restore)
 
     for step in range(start + 1, config.steps + 1):
         s.seed_step("rl", step)

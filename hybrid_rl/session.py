@@ -53,6 +53,7 @@ class Session:
     metrics: Metrics
     console: Console
     resumed: checkpoint.Checkpoint | None = None
+    data: dict[str, str] = field(default_factory=dict)  # digests of the tasks and of the reward's source
     version: int = 0  # of the policy's weights: the number of RL updates they have seen
     engine_restarts: int = 0  # times that dead engines were started again
     evaluations: dict[str, float] = field(default_factory=dict)
@@ -64,6 +65,11 @@ class Session:
     @property
     def ranks(self) -> Ranks:
         return self.policy.ranks
+
+    @property
+    def data_seed(self) -> int:
+        """Of the order in which tasks are drawn."""
+        return self.config.seed if self.config.data_seed is None else self.config.data_seed
 
     @property
     def engine_kind(self) -> EngineKind:
@@ -156,6 +162,7 @@ class Session:
         shared = {
             "version": self.version, "metrics_lines": self.metrics.lines, "evaluations": self.evaluations, "best": self.best,
             "seconds": self.spent(), "versions": versions(),
+            "data": self.data,
         }  # fmt: skip
         roles = {}
         if critic:

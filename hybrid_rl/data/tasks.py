@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,17 @@ class TaskSets:
                     where = f"twice in {name}" if owner[task.id] == name else f"in both {owner[task.id]} and {name}"
                     raise DataError(f"data: task {task.id!r} is {where}; ids must be unique and the sets disjoint")
                 owner[task.id] = name
+
+    def digests(self) -> dict[str, str]:
+        """Return a SHA-256 of each set by name: everything that its tasks say, in their order."""
+        digests = {}
+        for name, tasks in (("rl", self.rl), ("sft", self.sft), ("eval", self.eval)):
+            digest = sha256()
+            for task in tasks:
+                said = (task.id, task.messages, task.answer, task.demonstration, task.source)
+                digest.update(json.dumps(said, sort_keys=True).encode() + b"\n")
+            digests[name] = digest.hexdigest()
+        return digests
 
 
 def _problem(task: Task) -> str:

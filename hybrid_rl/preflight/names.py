@@ -30,6 +30,12 @@ def of_hydra(override: Override) -> bool:
     return override.key_or_group == "hydra" or override.is_hydra_override()
 
 
+def split(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the overrides of the job, and those of Hydra itself."""
+    parsed = parse(overrides)
+    return [str(p.input_line) for p in parsed if not of_hydra(p)], [str(p.input_line) for p in parsed if of_hydra(p)]
+
+
 def groups(folders: Sequence[Path]) -> set[str]:
     """Every group of choices: the folders of YAML files, by their paths."""
     return {str(d.relative_to(folder)) for folder in folders for d in folder.rglob("*") if d.is_dir()}
@@ -121,9 +127,9 @@ def composition_problem(error: Exception, overrides: Sequence[Override]) -> str:
     key, line = getattr(cause, "full_key", None), first_line(cause)
     if match := re.match(r"Could not append to config. An item is already at '(.*)'|Multiple values for ([^ ]+)\.", first_line(error)):
         return f"+{match[1] or match[2]} (command line): it is there already; leave the + out"
-    if match := re.match(r"Could not override '(.*)'\.$", first_line(error)):
+    if match := re.match(r"Could not override '([^.]*)'\.$", first_line(error)):
         return f"{match[1]} (command line): has no choice yet that could be changed; add one: +{match[1]}=NAME"
-    if match := re.match(r"Could not find 'hydra/(launcher|sweeper)/(.*)'", first_line(error)):
+    if match := re.search(r"Could not find 'hydra/(launcher|sweeper)/(.*)'", first_line(error)):
         return f"hydra/{match[1]}={match[2]} (command line): there is no such {match[1]}; install its plugin, hydra-{match[2]}-{match[1]} perhaps"
     if line.endswith("is not Optional"):
         line = "must not be null"

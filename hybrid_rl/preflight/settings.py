@@ -65,25 +65,25 @@ def load(overrides: Sequence[str], own: Path | None = None) -> DictConfig:
     return config
 
 
-def hydra_settings(overrides: Sequence[str], own: Path | None = None) -> DictConfig:
-    """Return Hydra's own part of a job's configuration, with every key of the job in reach. Raises ConfigError."""
+def hydra_folders(overrides: Sequence[str], own: Path | None = None) -> tuple[str, str]:
+    """Return hydra.run.dir, "" when nothing sets it, and hydra.sweep.dir. Raises ConfigError for any of Hydra's own settings."""
     parsed = parse(overrides)
     try:
         with initialize_config_dir(config_dir=str(CONF), version_base="1.3", job_name="run"):
-            config = compose("config", overrides=[*_search(own), *(str(o.input_line) for o in parsed)], return_hydra_config=True)
-            OmegaConf.resolve(config.hydra.run), OmegaConf.resolve(config.hydra.sweep)
+            config = compose("config", overrides=[*search(own), *overrides], return_hydra_config=True)
+            return config.hydra.run.dir, config.hydra.sweep.dir
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(composition_problem(error, parsed)) from error
-    return config.hydra
 
 
 def _compose(parsed: Sequence[Override], own: Path | None, base: str = "config") -> DictConfig:
     with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
-        check_open_names(parsed, compose(base, overrides=[*_search(own), *(str(p.input_line) for p in parsed if not in_open(p))]))
-        return compose(base, overrides=[*_search(own), *(str(p.input_line) for p in parsed)])
+        check_open_names(parsed, compose(base, overrides=[*search(own), *(str(p.input_line) for p in parsed if not in_open(p))]))
+        return compose(base, overrides=[*search(own), *(str(p.input_line) for p in parsed)])
 
 
-def _search(own: Path | None) -> list[str]:
+def search(own: Path | None) -> list[str]:
+    """Return the override by which Hydra finds a user's groups too."""
     return [f"hydra.searchpath=[file://{own.resolve()}]"] if own else []
 
 
@@ -158,10 +158,9 @@ def _of_a_recipe(target: str) -> bool:
         tuple(f"hybrid_rl.{part}" for part in ("algo.", "data.", "recipes.", "sandbox."))
     ):
         return False
-    source = _source(module)
-    if source is None:
+    source = source_of(target)
+    if _source(module) is None:
         module, _, name = module.rpartition(".")  # of a class
-        source = _source(module)
     if source is None:  # told where targets are checked
         return not importlib.util.find_spec(target.partition(".")[0])
     installed = [*sysconfig.get_paths().values(), *site.getsitepackages(), site.getusersitepackages()]
@@ -465,6 +464,12 @@ def _choices(function: ast.FunctionDef) -> dict[str, list[Any]]:
                 elements = choices.elts if isinstance(choices, ast.Tuple) else [choices]
                 found[argument.arg] = [element.value for element in elements if isinstance(element, ast.Constant)]
     return found
+
+
+def source_of(target: str) -> Path | None:
+    """Return the file of the module that a `_target_` is in: one of its functions, or one of a class of its own."""
+    module = target.rpartition(".")[0]
+    return _source(module) or _source(module.rpartition(".")[0])
 
 
 def _source(module: str) -> Path | None:

@@ -20,7 +20,12 @@ Draw = Callable[["Axes"], None]
 Curves = dict[str, list[float]]  # label → one value a step, NaN where there is none
 
 PHASES = ("rollout", "sleep", "update", "handover", "evaluate", "checkpoint")  # first, so that each keeps its colour in every report
-EVALUATIONS = {"base": ("base", "dotted", 6), "sft": ("after SFT", "dashed", 2), "rl": ("after RL", "solid", 3)}  # label, line, colour
+EVALUATIONS = {
+    "model": ("the model", "dotted", 6),
+    "base": ("base", "dotted", 6),
+    "sft": ("after SFT", "dashed", 2),
+    "rl": ("after RL", "solid", 3),
+}  # label, line, colour
 CLIPPED = {"clip_fraction": "low and high", "clip_low": "low side", "clip_high": "high side", "clip_dual": "dual clip"}
 QUANTILES = {"p50": "median", "p01": "1st percentile", "p99": "99th percentile", "max": "largest"}
 MAX_BARS = 60  # of a stacked chart; more steps are averaged
@@ -155,7 +160,7 @@ def _finite(curves: Curves) -> list[float]:
 
 def _one_a_step(evals: Sequence[Record]) -> list[Record]:
     """The evaluations in order of steps; of two before the first step, the one after SFT."""
-    known = ("base", "sft", "step", "rl")
+    known = ("model", "base", "sft", "step", "rl")
     ordered = sorted((e for e in evals if e["name"] in known), key=lambda e: known.index(e["name"]))
     newest = {e["step"]: e for e in ordered}
     return [newest[step] for step in sorted(newest)]

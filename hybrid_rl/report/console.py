@@ -107,4 +107,4 @@ def eval_line(m: dict[str, Any]) -> str:
     )
 
 
-EVALUATED = {"base": "the base model", "sft": "the model after SFT", "rl": "the model after RL", "step": "the policy"}
+EVALUATED = {"model": "the model", "base": "the base model", "sft": "the model after SFT", "rl": "the model after RL", "step": "the policy"}

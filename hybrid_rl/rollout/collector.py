@@ -51,11 +51,11 @@ class Collector:
     def __init__(
         self, engine: Engine, tasks: Sequence[Task], tokenizer: PreTrainedTokenizerBase, scorer: Scorer, config: RolloutConfig, seed: int,
         ranks: Ranks | None = None, algo: AlgoConfig | None = None, greedy: bool = False,
-        revive: Callable[[EngineDied], None] | None = None,
+        revive: Callable[[EngineDied], None] | None = None, data_seed: int | None = None,
     ):  # fmt: skip
         self.ranks, self.algo, self.greedy, self.revive = ranks or Ranks(), algo or AlgoConfig(), greedy, revive
         self.engine, self.tasks, self.tokenizer, self.scorer, self.config, self.seed = engine, tasks, tokenizer, scorer, config, seed
-        self.sampler = Sampler(len(tasks), seed)
+        self.sampler = Sampler(len(tasks), seed if data_seed is None else data_seed)
         self.next_group = 0
         self.sampling = Sampling(config.temperature, config.top_k, config.top_p, config.max_tokens)
 

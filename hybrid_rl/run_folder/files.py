@@ -139,7 +139,7 @@ def parse_yaml(text: str | bytes) -> Any:
             return super().compose_node(parent, index)
 
     try:
-        return _shallow(yaml.load(text, Plain))  # noqa: S506 - a SafeLoader
+        return _shallow(yaml.load(text, Plain))
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
     except RecursionError:
