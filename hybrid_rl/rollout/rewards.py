@@ -7,7 +7,6 @@ instead (raise, hang, return something else, kill its process) becomes an error 
 from __future__ import annotations
 
 import math
-import multiprocessing
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -21,6 +20,7 @@ from hydra.utils import instantiate
 from pebble import CONSTS, ProcessExpired, ProcessFuture, ProcessPool
 
 from hybrid_rl.processes import hangs
+from hybrid_rl.processes.children import Context
 from hybrid_rl.types import Rollout, Task
 
 CONSTS.term_timeout = 0.2  # seconds before pebble kills a worker, which takes no notice of SIGTERM
@@ -105,7 +105,7 @@ class Scorer:
         return RewardFault(TIMEOUT, f"timed out after {self.timeout:g} s")
 
     def _new_pool(self) -> ProcessPool:
-        context = multiprocessing.get_context("spawn")
+        context = Context()
         return ProcessPool(max_workers=self.workers, initializer=_load, initargs=(self.reward,), context=context)
 
     def _schedule(self, rollout: Rollout, task: Task) -> ProcessFuture:
