@@ -34,8 +34,8 @@ from hybrid_rl.config import Config, ConfigError
 from hybrid_rl.preflight.names import parse, split
 from hybrid_rl.preflight.settings import CONF, RESUME, hydra_folders, load, search
 from hybrid_rl.processes import hangs
-from hybrid_rl.processes.launch import after_rank_0, attend, end_with_launcher, environment_problem, launch, launched, world
-from hybrid_rl.processes.signals import end_now, listening
+from hybrid_rl.processes.launch import MARGIN, after_rank_0, attend, end_with_launcher, environment_problem, launch, launched, world
+from hybrid_rl.processes.signals import asked, end_now, listening, pass_to_busy_children
 from hybrid_rl.run_folder.files import check_writable
 
 if TYPE_CHECKING:
@@ -66,31 +66,31 @@ def _main(arguments: list[str]) -> int:
     if launched():
         end_with_launcher()
         hangs.begin()
-    asked = get_args_parser().parse_intermixed_args(arguments)
-    if asked.help or asked.hydra_help or asked.info or asked.cfg or asked.shell_completion:
+    given = get_args_parser().parse_intermixed_args(arguments)
+    if given.help or given.hydra_help or given.info or given.cfg or given.shell_completion:
         sys.argv[1:] = arguments
         hydra.main(config_path=str(CONF), config_name="config", version_base="1.3")(lambda _: None)()
         return 0
     for name, value in (
-        ("config-name", asked.config_name),
-        ("config-path", asked.config_path),
-        ("experimental-rerun", asked.experimental_rerun),
+        ("config-name", given.config_name),
+        ("config-path", given.config_path),
+        ("experimental-rerun", given.experimental_rerun),
     ):
         if value:
             raise ConfigError(f"--{name}={value}: is not supported; settings of your own are recipes: --config-dir FOLDER +recipe=NAME")
-    if asked.multirun and launched():
+    if given.multirun and launched():
         raise ConfigError("-m: a sweep starts the ranks of its jobs itself; run it without another launcher, with ranks=N")
-    own = Path(asked.config_dir) if asked.config_dir else None
-    jobs = BasicSweeper.split_arguments(parse(asked.overrides), None)[0] if asked.multirun else [asked.overrides]
+    own = Path(given.config_dir) if given.config_dir else None
+    jobs = BasicSweeper.split_arguments(parse(given.overrides), None)[0] if given.multirun else [given.overrides]
     configs = [cast(Config, OmegaConf.to_object(load(overrides, own))) for overrides in jobs]
     for config in configs:
         _check_ranks(config)
-        if asked.multirun and config.resume not in RESUME:
+        if given.multirun and config.resume not in RESUME:
             raise ConfigError(f"resume={config.resume}: a sweep starts its own runs; go on with one of them without -m")
     task, of_hydra = split(jobs[0])
     run_dir, sweep_dir = hydra_folders(of_hydra if configs[0].resume not in RESUME else jobs[0], own)
-    if asked.multirun:
-        return _sweep(asked.overrides, own, configs, Path(sweep_dir))
+    if given.multirun:
+        return _sweep(given.overrides, own, configs, Path(sweep_dir))
     if launched():
         from hybrid_rl.processes.ranks import join
 
@@ -127,23 +127,24 @@ def _sweep(overrides: list[str], own: Path | None, configs: Sequence[Config], fo
     """Run every combination of a sweep, each in a process of its own; returns 1 when one failed, 128 + n when signal n ended the sweep."""
     if not all(config.dry_run for config in configs):
         _check_writable(folder, f"hydra.sweep.dir={folder}")
-    with initialize_config_dir(str(CONF), version_base="1.3", job_name="run"):
-        try:
-            batches = GlobalHydra.instance().hydra.multirun("config", partial(_sweep_job, own), [*search(own), *overrides])  # type: ignore[union-attr]
-        except SystemExit as stopped:
-            return int(stopped.code or 0)
-    return int(any(job.return_value for batch in batches or () for job in batch))  # a sweeper with a mind of its own gives nothing
+    patience = MARGIN + max(config.stop_timeout for config in configs)
+    with (
+        listening(patience, speaks=False, pass_on=pass_to_busy_children),
+        initialize_config_dir(str(CONF), version_base="1.3", job_name="run"),
+    ):
+        batches = GlobalHydra.instance().hydra.multirun("config", partial(_sweep_job, own), [*search(own), *overrides])  # type: ignore[union-attr]
+    codes = [job.return_value for batch in batches or () for job in batch]  # a sweeper that is not Hydra's own may give nothing
+    return next((code for code in codes if code > 128), int(any(codes)))
 
 
 def _sweep_job(own: Path | None, config: DictConfig) -> int:
     """One job of a sweep, in whatever process Hydra's launcher calls it: no job inherits another's memory or threads."""
+    if asked():  # a signal is meant for the whole sweep, a failure only for its job
+        return 128 + asked()
     job = HydraConfig.get()
     task = list(job.overrides.task)
     print(f"\nsweep job {job.job.num}: {' '.join(task)}", flush=True)
-    code = attend([{}], ["-m", "hybrid_rl.run", *_config_dir(own), *task, _run_dir(Path(job.runtime.output_dir))], config.stop_timeout)
-    if code > 128:  # a signal is meant for the whole sweep, a failure for its job
-        raise SystemExit(code)
-    return code
+    return attend([{}], ["-m", "hybrid_rl.run", *_config_dir(own), *task, _run_dir(Path(job.runtime.output_dir))], config.stop_timeout)
 
 
 def _config_dir(own: Path | None) -> list[str]:
