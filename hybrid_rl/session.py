@@ -38,8 +38,6 @@ from hybrid_rl.run_folder.metrics import Metrics
 from hybrid_rl.run_folder.rollouts import write_rollouts
 from hybrid_rl.types import Group
 
-GOES_ON = "the same command with resume=auto goes on from there"
-
 
 @dataclass(slots=True)
 class Session:
@@ -193,4 +191,4 @@ class Session:
     def stop(self, number: int, where: str) -> NoReturn:
         """End the run, saved as it is. Collective."""
         self.publish_checkpoint()
-        raise signals.Stopped(number, f"{where}; {GOES_ON}")
+        raise signals.Stopped(number, f"{where}; resume={self.folder} goes on from there")

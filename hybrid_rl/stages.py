@@ -44,7 +44,7 @@ from hybrid_rl.run_folder.checkpoint import CheckpointError
 from hybrid_rl.run_folder.files import FolderInUse, alone_in, json_text, remove, remove_unfinished, sync_tree, write_json, write_text
 from hybrid_rl.run_folder.metrics import Metrics
 from hybrid_rl.run_folder.resume import check_data, digests, resume_point
-from hybrid_rl.session import GOES_ON, Session
+from hybrid_rl.session import Session
 from hybrid_rl.sft import train_sft
 
 # What ends a run with one line instead of a traceback: the line says what to do.
@@ -75,7 +75,7 @@ def run(config: Config, folder: Path, ranks: Ranks | None = None) -> int:
         if error.errno not in DISK and not _inside(error.filename, folder):
             raise
         what = f"{folder} cannot be written to" if error.errno in DISK else f"{error.filename} cannot be used"
-        Console().say(f"hybrid_rl: {what}: {error.strerror}; its last checkpoint is whole, {GOES_ON}")
+        Console().say(f"hybrid_rl: {what}: {error.strerror}; its last checkpoint is whole; resume={folder} goes on from there")
         return 1
     except Stopped as stopped:
         console.say(f"hybrid_rl: {signal.Signals(stopped.number).name}: {stopped}")
