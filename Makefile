@@ -9,16 +9,22 @@ RUN = $(VENV)/bin/python
 SGLANG_VENV ?= .venv-sglang
 SGLANG_CPU = PYTHONPATH='$(CURDIR)/tests/sglang_cpu' SGLANG_USE_CPU_ENGINE=1 TORCHDYNAMO_DISABLE=1 OMP_NUM_THREADS=1 MALLOC_MMAP_THRESHOLD_=262144
 
-.PHONY: reverse test test-all check lint types doctor clean sglang-cpu test-sglang bench-engines
+.PHONY: reverse test test-slow test-all check lint types doctor clean sglang-cpu test-sglang bench-engines
 
 reverse: $(VENV)/installed  ## Train the embedded model to reverse sentences: about a minute without a GPU.
 	$(RUN) -m hybrid_rl.run +recipe=reverse $(ARGS)
 
-test: $(VENV)/installed  ## The tests that take seconds each.
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -m "not slow" $(ARGS)
+# Two test processes; modules that start several ranks share one of them (tests/conftest.py).
+PYTEST = OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadgroup
 
-test-all: $(VENV)/installed  ## Those that take minutes too: the whole recipe, kills at random moments, a wheel in an empty folder.
-	OMP_NUM_THREADS=1 $(RUN) -m pytest $(ARGS)
+test: $(VENV)/installed  ## The tests that take seconds each: under three minutes on two cores.
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-slow: $(VENV)/installed  ## Those that take minutes: whole recipes, kills at random moments, a wheel in an empty folder.
+	$(PYTEST) -m slow $(ARGS)
+
+test-all: $(VENV)/installed  ## Both.
+	$(PYTEST) $(ARGS)
 
 check: lint types test  ## What must pass before a change lands.
 
@@ -34,8 +40,8 @@ doctor: $(VENV)/installed  ## What this machine can run, and why not the rest.
 
 sglang-cpu: $(SGLANG_VENV)/installed  ## SGLang for tests on a machine without a GPU: 2 GB, a few minutes.
 
-test-sglang: $(SGLANG_VENV)/installed  ## The engine contract, handovers, deaths, hangs and ranks with the real SGLang, on the CPU: about ten minutes.
-	$(SGLANG_CPU) $(SGLANG_VENV)/bin/python -m pytest tests/engine/test_sglang.py tests/engine/test_sglang_*.py $(ARGS)
+test-sglang: $(SGLANG_VENV)/installed  ## The engine contract, handovers, deaths, hangs and ranks with the real SGLang, on the CPU: about five minutes.
+	$(SGLANG_CPU) $(SGLANG_VENV)/bin/python -m pytest tests/engine/sglang $(ARGS)
 
 bench-engines: $(SGLANG_VENV)/installed  ## local and SGLang side by side, on the CPU.
 	$(SGLANG_CPU) $(SGLANG_VENV)/bin/python benchmarks/engines.py $(ARGS)
@@ -53,5 +59,5 @@ $(SGLANG_VENV)/installed: pyproject.toml tests/sglang_cpu/requirements.txt
 	$(PYTHON) -m venv $(SGLANG_VENV)
 	$(SGLANG_VENV)/bin/pip install --quiet torch==2.13.0
 	$(SGLANG_VENV)/bin/pip install --quiet -r tests/sglang_cpu/requirements.txt
-	$(SGLANG_VENV)/bin/pip install --quiet --no-deps sglang==0.5.21 xgrammar==0.2.7 -e .
+	$(SGLANG_VENV)/bin/pip install --quiet --no-deps sglang==0.5.23 xgrammar==0.2.7 -e .
 	touch $@

@@ -198,6 +198,7 @@ class HandoverConfig:
 @dataclass
 class RolloutConfig:
     batch_size: int = 128  # rollouts that a step trains on
+    keep_steps: int = 100  # newest RL steps whose rollouts and evaluations stay on the disk, beside the first step's; 0: all
     group_size: int = 16  # of which so many answer the same task
     temperature: float = 1.0
     top_k: int = 0  # 0: off
@@ -228,6 +229,7 @@ class RlConfig:
     keep_checkpoints: int = 2  # the last so many
     keep_best: bool = False  # and the one of the step with the best evaluation; each step that is evaluated is saved then
     eval_every: int = 0  # 0: only before and after the stage
+    max_empty_steps: int = 10  # steps in a row that train nothing (no signal, all masked) before the run ends with an error; 0: any number
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
 
@@ -254,7 +256,7 @@ class Config:
     ranks: int = 0  # processes that train together; 0: one for each visible GPU, one on the CPU
     rank_timeout: float = 1800.0  # seconds without any progress after which a rank hangs, and the run ends
     stop_timeout: float = 600.0  # seconds from SIGTERM or Ctrl-C in which the running step ends and is saved; then the run is killed
-    deterministic: bool = False  # only operations that give the same bits every time: slower on a GPU, see docs/faults.md
+    deterministic: bool = False  # only operations that give the same bits every time: slower on a GPU, see docs/failures.md
     threads: int = 0  # CPU threads of torch; 0: one for tiny models, all cores otherwise
     output_dir: str = "outputs"
     # never: a new run; auto: the newest run of this recipe, if it is unfinished, else a new one; must: auto, and an error if there is none;

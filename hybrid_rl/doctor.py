@@ -11,9 +11,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
-from hybrid_rl.machine import cores
+from hybrid_rl.engine.sglang import interface
+from hybrid_rl.machine import cores, free_memory
 from hybrid_rl.sandbox import run as sandbox
 
 
@@ -41,7 +40,7 @@ def checks(output_dir: Path = Path(".")) -> list[Check]:
         *_gpu(),
         _sandbox(),
         _optional("peft", "peft", "for policy.lora", "lora"),
-        _optional("SGLang", "sglang", "for a GPU", "sglang"),
+        _sglang(),
         *_memory_sharing(),
     ]
     return result
@@ -61,7 +60,7 @@ def _version(package: str) -> str:
 
 
 def _memory() -> Check:
-    free = psutil.virtual_memory().available / 2**30
+    free = free_memory() / 2**30
     return Check("memory", free >= 2, f"{free:.1f} GiB available", "the embedded model's recipe needs about 2 GiB")
 
 
@@ -90,25 +89,27 @@ def _gpu() -> list[Check]:
             Check("GPU", False, built, "not needed: training runs on the CPU; for a GPU install a CUDA build of torch and its driver", True)
         ]
     memory = torch.cuda.get_device_properties(0).total_memory / 2**30
-    flash = importlib.util.find_spec("flash_attn") is not None
-    return [
-        Check("GPU", True, f"{torch.cuda.device_count()} × {torch.cuda.get_device_name(0)}, {memory:.0f} GiB"),
-        Check(
-            "flash-attention",
-            flash,
-            _version("flash_attn") if flash else "not installed",
-            "optional: packed rows then attend in one kernel instead of one call a sample",
-            optional=True,
-        ),
-    ]
+    return [Check("GPU", True, f"{torch.cuda.device_count()} × {torch.cuda.get_device_name(0)}, {memory:.0f} GiB"), _flash()]
+
+
+def _flash() -> Check:
+    from hybrid_rl.policy import flash
+
+    fix = "optional: with flash-attention 2 packed rows attend in one kernel instead of one call a sample: pip install flash-attn"
+    return Check("flash-attention", flash.varlen is not None, flash.problem or _version("flash_attn"), fix, optional=True)
 
 
 PTRACE = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 
+def _sglang() -> Check:
+    problem = interface.unusable()
+    return Check("SGLang", problem is None, interface.installed() or "not installed", f"optional, for a GPU: {problem}", optional=True)
+
+
 def _memory_sharing() -> list[Check]:
-    """What keeps a trainer and SGLang from sharing a GPU's memory, where SGLang is installed."""
-    if importlib.util.find_spec("sglang") is None:
+    """What keeps a trainer and SGLang from sharing a GPU's memory, and which settings SGLang will not get; nothing without SGLang."""
+    if interface.installed() is None:
         return []
     scope = PTRACE.read_text().strip() if PTRACE.is_file() else "0"
     allocator = ",".join(os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
@@ -128,8 +129,15 @@ def _memory_sharing() -> list[Check]:
             "for engine=sglang on a GPU: such memory cannot be shared; take expandable_segments out of PYTORCH_CUDA_ALLOC_CONF",
             optional=True,
         ),
+        Check(
+            "SGLang's variables",
+            not (names := interface.withheld()),
+            ", ".join(names) or "none are set",
+            "its process is started without them: they could change its samples, or the memory it gives back; use engine.arguments",
+            optional=True,
+        ),
         _package("torch_memory_saver", "engine=sglang gives memory back with it: pip install torch_memory_saver"),
-        _package("sgl_kernel", "SGLang's kernels: pip install 'hybrid_rl[sglang]'"),
+        _package("sgl_kernel", f"SGLang's kernels: {interface.INSTALL}"),
     ]
 
 

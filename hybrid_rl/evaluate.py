@@ -12,7 +12,7 @@ from typing import Any
 
 from hybrid_rl.engine.base import Sampling
 from hybrid_rl.report.console import eval_line
-from hybrid_rl.report.step_metrics import mean_by_source, pass_at_k
+from hybrid_rl.report.step_metrics import mean, mean_by_source, pass_at_k, spread
 from hybrid_rl.rollout.generate import fault_metrics, first_faults, make_group, reward_faults, sample_groups
 from hybrid_rl.session import Session
 from hybrid_rl.types import Group
@@ -67,8 +67,8 @@ def scores(groups: Sequence[Group], pass_reward: float) -> dict[str, Any]:
     ks = [2**i for i in range(samples.bit_length())] if samples > 1 else []
     sources = mean_by_source((group.task.source, reward) for group, of_task in zip(groups, rewards, strict=True) for reward in of_task)
     return {
-        "reward": statistics.fmean(every),
-        "reward_std": statistics.pstdev(every),
+        "reward": mean(every),
+        "reward_std": spread(every),
         "correct": sum(right) / len(every),
         **({"pass_at": {str(k): statistics.fmean(pass_at_k(samples, c, k) for c in right) for k in ks}} if ks else {}),
         **({"sources": sources} if len(sources) > 1 else {}),

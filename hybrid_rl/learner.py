@@ -31,9 +31,10 @@ from hybrid_rl.run_folder.bad_batch import BadBatch, keep
 from hybrid_rl.session import Session
 from hybrid_rl.types import Rollout
 
-REPORTED = ("loss", "entropy", "mismatch_kl", "clip_fraction", "grad_norm", "lr", "skipped")  # of every step, whatever happened in it
+MEASURED = ("loss", "entropy", "mismatch_kl", "clip_fraction", "grad_norm")  # by an update: None in a step without one
 ESTIMATORS = {"k1": kl.k1, "k2": kl.k2, "k3": kl.k3}
 RECOMPUTED, REFERENCE, TEACHER, VALUE = "recomputed log-probability", "reference's log-probability", "teacher's log-probability", "value"
+Numbers = dict[str, Any]  # an RL step's metrics: a float, or None if it was not measured; and why nothing was trained
 Advantages = dict[tuple[int, int], float]  # of (group id, index): the mean over the rollout's tokens
 
 
@@ -66,8 +67,8 @@ class Learner:
         self.kl, self.kl_coef = ESTIMATORS[algo.kl.estimator.value], algo.kl.coef
         wanted = needs(algo.advantage)
         self.greedy = "greedy" in wanted
-        a_step, warmup = algo.epochs * algo.minibatches, algo.critic.warmup_steps if "values" in wanted else 0
-        self.optimizer = make_optimizer(s.policy, s.config.rl.optimizer, max(0, s.config.rl.steps - warmup) * a_step)
+        a_step, self.warmup = algo.epochs * algo.minibatches, algo.critic.warmup_steps if "values" in wanted else 0
+        self.optimizer = make_optimizer(s.policy, s.config.rl.optimizer, max(0, s.config.rl.steps - self.warmup) * a_step)
         self.reference = make_reference(s, start)
         self.teacher = make_teacher(s) if "teacher_logprobs" in wanted else None
         self.critic = make_critic(s, s.config.rl.steps * a_step) if "values" in wanted else None
@@ -84,15 +85,23 @@ class Learner:
     def restore(self, state: dict[str, float]) -> None:
         self.kl_coef = state["kl_coef"]
 
-    def learn(self, batch: Batch, step: int) -> tuple[dict[str, float], Advantages]:
-        """All updates of RL step number `step`. Where every group was silent there is no gradient to be had, and nothing happens.
+    def learn(self, batch: Batch, step: int) -> tuple[Numbers, Advantages]:
+        """Take all updates of RL step number `step`, and note in `batch.trained` which rollouts they used.
 
-        Statistics are means over the updates. Only the mismatch is from before the first: after it the difference is learning.
+        Statistics are means over the updates, None if there was none; "nothing_trained" says then why, by the names of console.NOTHING.
+        Only the mismatch is from before the first update: after it the difference is learning.
         """
         algo = self.s.config.algo
-        numbers = dict.fromkeys((*REPORTED, *(["reference_kl"] if self.reference else [])), 0.0)
+        numbers: Numbers = dict.fromkeys((*MEASURED, *(["reference_kl"] if self.reference else [])))
+        self._go_to(step)
+        numbers |= {
+            "lr": self.optimizer.learning_rate() if step > self.warmup else None,
+            "skipped": 0.0,
+            "trained": 0,
+            "nothing_trained": None,
+        }
         if not batch.groups:
-            return numbers, {}
+            return numbers | {"nothing_trained": "silent"}, {}
         minibatches = _split(batch, algo.minibatches)
         scored, reference = self._score(batch, minibatches)
         columns = _recorded(scored, reference)
@@ -105,18 +114,21 @@ class Learner:
         if not finite(columns.values()):
             self.optimizer.skip(self._locate(columns, batch.rollouts))
             self._keep(BadBatch("scored", step, batch.groups, range(len(batch.rollouts)), columns))
-            return numbers | {"skipped": 1.0}, {}
-        numbers |= dropped | {"advantage_std": float(advantages[kept].std()) if kept.sum() > 1 else 0.0}
+            return numbers | {"skipped": 1.0, "nothing_trained": "not_finite"}, {}
+        numbers |= dropped | {"advantage_std": float(advantages[kept].std()) if kept.sum() > 1 else None}
         if scored.values is not None and targets is not None:
             numbers["explained_variance"] = _explained(scored.values[kept], targets[kept])
         objective = objective_of(algo, self.kl_coef)
         given = Given(advantages, scored.old_logprobs, scored.behaviour_logprobs, scored.rollout, corrections, kept.float(), 1.0, reference)
         results, log_ratios = [], []
-        for _ in range(algo.epochs):
-            for minibatch in minibatches:
+        other_terms = objective.entropy_coef or (objective.kl_coef and reference is not None)
+        seen = set(given.rollout[kept if other_terms else kept & (corrections != 0)].tolist())  # the loss of at least one token is not 0
+        for epoch in range(algo.epochs):
+            for position, minibatch in enumerate(minibatches):
                 members, own, chosen = self._select(minibatch, given, kept)
                 if not members:
                     continue
+                self._go_to(step, epoch * algo.minibatches + position)
                 rollouts = [batch.rollouts[i] for i in members]
                 result: dict[str, float] = {}
                 bad = BadBatch(
@@ -129,15 +141,19 @@ class Learner:
                     result |= self.critic.update(rollouts, values, goals, own, *self._rows)
                     if self.critic.optimizer.fault:
                         self._keep(replace(bad, kind="critic", columns={**bad.columns, "values": values, "targets": goals}))
-                if not self.critic or step > algo.critic.warmup_steps:
+                if step > self.warmup:
                     updated, ratios = update(self.s.policy, self.optimizer, rollouts, own, objective, self._temperature, *self._rows)
                     if self.optimizer.fault:
                         self._keep(bad)
                     result |= updated | {"skipped": updated["skipped"] + result.get("skipped", 0.0)}
                     log_ratios.append(ratios)
                 results.append(result)
+                if not result["skipped"] and (self.critic or result["grad_norm"]):
+                    batch.trained |= {(batch.rollouts[i].group_id, batch.rollouts[i].index) for i in members if i in seen}
         self._check_weights(step)
-        numbers |= _means(results)
+        numbers |= _means(results) | {"trained": len(batch.trained)}
+        if not batch.trained:
+            numbers["nothing_trained"] = _why_nothing(numbers, scored, seen)
         numbers |= {f"ratio_{name}": value for name, value in quantiles(torch.cat(log_ratios)).items()} if log_ratios else {}
         if algo.old_logprobs == OldLogprobs.recomputed:
             numbers["mismatch_kl"] = float(mismatch_kl(scored.old_logprobs, scored.behaviour_logprobs).mean())
@@ -147,6 +163,13 @@ class Learner:
             self.kl_coef = kl.adapted(self.kl_coef, numbers["reference_kl"], algo.kl.target, algo.kl.horizon)
         means = scored.mean_of_rollout(advantages).tolist()
         return numbers, {(r.group_id, r.index): a for r, a in zip(batch.rollouts, means, strict=True)}
+
+    def _go_to(self, step: int, update: int = 0) -> None:
+        """Set both schedules to an update of a step. The learning rate follows the steps of the run, those without an update included."""
+        a_step = self.s.config.algo.epochs * self.s.config.algo.minibatches
+        self.optimizer.steps = max(0, (step - 1 - self.warmup) * a_step + update)
+        if self.critic:
+            self.critic.optimizer.steps = (step - 1) * a_step + update
 
     @property
     def _rows(self) -> tuple[Any, int]:
@@ -264,6 +287,15 @@ def _recorded(scored: Scored, reference: Tensor | None) -> dict[str, Tensor]:
         "greedy reward": scored.greedy, "penalty": scored.penalties,
     }  # fmt: skip
     return {name: column for name, column in names.items() if column is not None}
+
+
+def _why_nothing(numbers: Numbers, scored: Scored, seen: set[int]) -> str:
+    """The name in console.NOTHING of what left a batch with groups untrained."""
+    if numbers["skipped"]:
+        return "not_finite"
+    if not scored.kept.any():
+        return "truncated"
+    return "zero_gradient" if seen else "corrected"
 
 
 def _split(batch: Batch, minibatches: int) -> list[Minibatch]:

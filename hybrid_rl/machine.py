@@ -7,6 +7,7 @@ import importlib.util
 import os
 import platform
 import zlib
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,12 +34,66 @@ def machine() -> dict[str, Any]:
 
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     gpu = f"{len(gpus)} × {gpus[0]}" if gpus else None
-    return {"cpu": _cpu_name(), "cores": cores(), "memory_gib": psutil.virtual_memory().total / 2**30, "gpu": gpu}
+    return {"cpu": _cpu_name(), "cores": cores(), "memory_gib": total_memory() / 2**30, "gpu": gpu}
 
 
 def cores() -> int:
-    """CPU cores this process may use (fewer than the machine's in a container or under taskset)."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return the CPU cores that this process may use: fewer than the machine's under taskset, or under a container's CPU quota."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for folder in _cgroups("cpu"):
+        words = _words(folder / "cpu.max") or _words(folder / "cpu.cfs_quota_us") + _words(folder / "cpu.cfs_period_us")
+        if len(words) == 2 and all(word.isdecimal() for word in words):  # "max" and -1: no limit
+            allowed = min(allowed, int(words[0]) // max(1, int(words[1])))
+    return max(1, allowed)
+
+
+def total_memory() -> int:
+    """Return the bytes of memory that this machine has, or that its container may use."""
+    return min([psutil.virtual_memory().total, *(limit for limit, _ in _memory_limits())])
+
+
+def free_memory() -> int:
+    """Return the bytes that can still be had: of the machine, and of every container that this process is in."""
+    return min([psutil.virtual_memory().available, *(max(0, limit - used) for limit, used in _memory_limits())])
+
+
+CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def _memory_limits() -> Iterator[tuple[int, int]]:
+    """(limit, used) in bytes of each control group around this process that has a limit. Cached files, which give way, are not in use."""
+    for folder in _cgroups("memory"):
+        limit, used = (
+            next((int(w) for w in (*_words(folder / new), *_words(folder / old)) if w.isdecimal()), None)
+            for new, old in (("memory.max", "memory.limit_in_bytes"), ("memory.current", "memory.usage_in_bytes"))
+        )
+        if limit is not None:
+            words = _words(folder / "memory.stat")
+            statistics = dict(zip(words[::2], words[1::2], strict=False))
+            cached = int(statistics.get("total_inactive_file", statistics.get("inactive_file", "0")))
+            yield limit, max(0, (used or 0) - cached)
+
+
+def _cgroups(controller: str) -> Iterator[Path]:
+    """The folders of this process's control groups that limit it, the innermost first: version 2, and version 1's of that controller."""
+    try:
+        lines = OWN_CGROUPS.read_text().splitlines()
+    except OSError:  # not Linux
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        root = CGROUPS / controller if controllers else CGROUPS
+        inside = root / path.strip("/")  # a container often sees the path outside of it, and its own group as the root
+        yield from (folder for folder in (inside, *inside.parents) if folder.is_relative_to(root) and folder.is_dir())
+
+
+def _words(path: Path) -> list[str]:
+    try:
+        return path.read_text().split()
+    except OSError:
+        return []
 
 
 def _cpu_name() -> str:

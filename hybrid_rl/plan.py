@@ -16,7 +16,7 @@ from hybrid_rl.machine import machine
 from hybrid_rl.policy import tiny
 from hybrid_rl.policy.layout import choose_layout, first_fit_decreasing
 from hybrid_rl.policy.model import compute_dtype, pick_device, read_tokenizer
-from hybrid_rl.preflight.budget import Sizes, check_room, disk_bytes, measure, memory_by_phase
+from hybrid_rl.preflight.budget import Sizes, check_lengths, check_room, disk_bytes, measure, memory_by_phase, rollout_bytes
 from hybrid_rl.processes.ranks import Ranks
 from hybrid_rl.report.console import Console
 from hybrid_rl.rollout.rewards import Scorer
@@ -32,10 +32,11 @@ def print_plan(config: Config, folder: Path, console: Console, ranks: Ranks) -> 
             tiny.create(Path(temporary), config.model.tiny, config.seed)
         tokenizer = read_tokenizer(config.model.path or temporary)
         sizes = measure(config, config.model.path or temporary)
-    check_prompts(
+    demonstrations = check_prompts(
         tasks, tokenizer, sizes.model.get_text_config().vocab_size,
         max_tokens=r.max_prompt_tokens, row_tokens=config.policy.row_tokens, sft=bool(config.sft.steps),
     )  # fmt: skip
+    lengths = check_lengths(config, sizes, demonstrations)
     prompts = [len(prompt_ids(task, tokenizer, r.max_prompt_tokens)) for task in [*tasks.rl, *tasks.eval]]
     scorer = Scorer(config.reward, 1, r.reward_timeout, r.reward_start_timeout)
     try:
@@ -58,14 +59,16 @@ def print_plan(config: Config, folder: Path, console: Console, ranks: Ranks) -> 
     )
     if marks := marks_in(tasks, tokenizer):
         console.say(f"note       {marks}")
+    for note in lengths:
+        console.say(f"note       {note}")
     prompt = statistics.fmean(prompts)
     if config.sft.steps:
         answers = [demonstration(task, tokenizer, r.max_prompt_tokens).sampled for task in tasks.sft[:1000]]
         console.say(
             f"SFT        {config.sft.steps} steps × {config.sft.batch_size} demonstrations of {statistics.fmean(answers):.0f} tokens, lr {config.sft.optimizer.lr:g}"
         )
-        console.say(_batch_line("typical", config, prompt, statistics.fmean(answers)))
-    console.say(_batch_line("at most", config, prompt, r.max_tokens))
+        console.say(_batch_line("typical", config, prompt, min(statistics.fmean(answers), r.max_tokens)))
+    console.say(_batch_line("at most", config, max(prompts), r.max_tokens))
     steps = config.algo.minibatches * config.algo.epochs
     updates = f"{steps} AdamW step{'s' * (steps > 1)} each"
     console.say(f"RL         {config.rl.steps} steps, {updates}, lr {config.rl.optimizer.lr:g}, temperature {r.temperature:g}")
@@ -73,7 +76,11 @@ def print_plan(config: Config, folder: Path, console: Console, ranks: Ranks) -> 
         console.say("beside it  " + ", ".join(f"{name} of {count:,} parameters" for name, count in sizes.beside.items()))
     for line in _memory_lines(config, sizes, device, ranks):
         console.say(line)
-    console.say(f"disk       {disk_bytes(config, sizes) / 2**30:.2f} GiB for checkpoints and exported models, and rollouts")
+    rollouts, keep = rollout_bytes(config, len(tasks.eval)) / 2**30, r.keep_steps or "all"
+    console.say(
+        f"disk       {disk_bytes(config, sizes) / 2**30:.2f} GiB for checkpoints and exported models, about {rollouts:.2f} GiB for rollouts of "
+        f"rollout.max_tokens={r.max_tokens} (rollout.keep_steps={r.keep_steps}: {keep} steps)"
+    )
     check_room(config, sizes, device, ranks, folder)
 
 

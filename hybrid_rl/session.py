@@ -35,7 +35,7 @@ from hybrid_rl.rollout.generate import request_seed
 from hybrid_rl.rollout.rewards import Scorer
 from hybrid_rl.run_folder import checkpoint
 from hybrid_rl.run_folder.metrics import Metrics
-from hybrid_rl.run_folder.rollouts import write_rollouts
+from hybrid_rl.run_folder.rollouts import remove_old, write_rollouts
 from hybrid_rl.types import Group
 
 
@@ -53,6 +53,8 @@ class Session:
     resumed: checkpoint.Checkpoint | None = None
     data: dict[str, str] = field(default_factory=dict)  # digests of the tasks and of the reward's source
     version: int = 0  # of the policy's weights: the number of RL updates they have seen
+    trained_steps: int = 0  # RL steps with an update
+    empty_steps: int = 0  # RL steps in a row, up to the last one, without a gradient to train on
     engine_restarts: int = 0  # times that dead engines were started again
     evaluations: dict[str, float] = field(default_factory=dict)
     best: dict[str, float] | None = None  # step and reward of RL's best evaluation, where rl.keep_best asks for it
@@ -125,17 +127,29 @@ class Session:
         now = time.perf_counter()
         return self.seconds | {name: self.seconds.get(name, 0.0) + now - began for name, began in self.running.items()}
 
+    def count_step(self, nothing: str | None) -> None:
+        """Note whether an RL step trained something. A step skipped for a non-finite number counts as neither: policy.max_bad_steps has it."""
+        if nothing is None:
+            self.trained_steps, self.empty_steps = self.trained_steps + 1, 0
+        elif nothing != "not_finite":
+            self.empty_steps += 1
+
     def save_rollouts(
         self, name: str, groups: Sequence[Group], advantages: Mapping[tuple[int, int], float] = MappingProxyType({}),
-        trained: Collection[int] = (),
+        trained: Collection[tuple[int, int]] = (),
     ) -> None:  # fmt: skip
-        """rollouts/<name>.parquet: advantages keyed by (group id, index), `trained` the ids of groups an update used."""
+        """rollouts/<name>.parquet: advantages, and `trained` rollouts that an update used, by (group id, index)."""
         if self.ranks.main:
             self.write_rollouts(self.folder / "rollouts" / f"{name}.parquet", groups, advantages, trained)
 
+    def remove_old_rollouts(self, step: int) -> None:
+        """Those of RL steps that rollout.keep_steps does not keep."""
+        if self.ranks.main:
+            remove_old(self.folder / "rollouts", step, self.config.rollout.keep_steps)
+
     def write_rollouts(
         self, path: Path, groups: Sequence[Group], advantages: Mapping[tuple[int, int], float] = MappingProxyType({}),
-        trained: Collection[int] = (),
+        trained: Collection[tuple[int, int]] = (),
     ) -> None:  # fmt: skip
         """As save_rollouts, to any file and on every rank that calls."""
         prompts = [str(self.policy.tokenizer.decode(g.rollouts[0].token_ids[: g.rollouts[0].prompt_length])) for g in groups]
@@ -159,7 +173,7 @@ class Session:
         self.publish_checkpoint()  # one at a time
         shared = {
             "version": self.version, "metrics_lines": self.metrics.lines, "evaluations": self.evaluations, "best": self.best,
-            "seconds": self.spent(), "versions": versions(),
+            "trained_steps": self.trained_steps, "empty_steps": self.empty_steps, "seconds": self.spent(), "versions": versions(),
             "data": self.data,
         }  # fmt: skip
         roles = {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import os
 import signal
 import time
@@ -18,11 +17,12 @@ from omegaconf import OmegaConf
 from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
-from hybrid_rl.config import Config
+from hybrid_rl.config import Config, EngineKind
 from hybrid_rl.data import DataError, TaskSets, load_task_sets
 from hybrid_rl.data.render import check_prompts, marks_in
 from hybrid_rl.engine.base import KV_CACHE, WEIGHTS, EngineError
 from hybrid_rl.engine.make import ENGINES, make_engine
+from hybrid_rl.engine.sglang.interface import withheld
 from hybrid_rl.evaluate import evaluate
 from hybrid_rl.handover import HandoverError, take_back
 from hybrid_rl.machine import cores, machine, versions
@@ -31,13 +31,13 @@ from hybrid_rl.policy import tiny
 from hybrid_rl.policy.deterministic import make_deterministic
 from hybrid_rl.policy.model import ModelError, Policy, pick_device, read_config, read_tokenizer
 from hybrid_rl.policy.optimizer import TrainingDiverged
-from hybrid_rl.preflight.budget import RoomError, check_room, measure
+from hybrid_rl.preflight.budget import RoomError, check_lengths, check_room, measure
 from hybrid_rl.processes.launch import after_rank_0
 from hybrid_rl.processes.ranks import Ranks
 from hybrid_rl.processes.signals import Stopped
 from hybrid_rl.report import write_report
 from hybrid_rl.report.console import Console
-from hybrid_rl.rl import train_rl
+from hybrid_rl.rl import NothingTrained, train_rl
 from hybrid_rl.rollout.rewards import RewardError, Scorer
 from hybrid_rl.run_folder import checkpoint
 from hybrid_rl.run_folder.checkpoint import CheckpointError
@@ -50,6 +50,7 @@ from hybrid_rl.sft import train_sft
 # What ends a run with one line instead of a traceback: the line says what to do.
 EXPECTED = (
     ModelError, DataError, RewardError, EngineError, HandoverError, CheckpointError, TrainingDiverged, FolderInUse, SafetensorError, RoomError,
+    NothingTrained,
 )  # fmt: skip
 DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 TINY_PARAMETERS = 10_000_000  # below this, more threads than one cost more than they give
@@ -61,7 +62,6 @@ def run(config: Config, folder: Path, ranks: Ranks | None = None) -> int:
     console = Console(quiet=not ranks.main)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)
     try:
         if not config.dry_run:
             _train(config, folder, console, ranks)
@@ -103,8 +103,14 @@ def _train(config: Config, folder: Path, console: Console, ranks: Ranks) -> None
         stack.callback(_let_go, session)
         session.running["total"] = started
         _introduce(session, notes)
-        _stages(session)
+        try:
+            _stages(session)
+        except NothingTrained:
+            ranks.from_main(lambda: write_report(folder))
+            raise
         _finish(session)
+        if config.rl.steps and config.rl.max_empty_steps and not session.trained_steps:
+            raise NothingTrained(f"the run trained nothing: none of its RL steps had a gradient; see why in {folder / 'report.html'}")
 
 
 def _let_go(s: Session) -> None:
@@ -168,7 +174,7 @@ def _evaluate(s: Session, name: str, step: int = 0) -> None:
 def _build(
     config: Config, folder: Path, console: Console, scorer: Scorer, resumed: checkpoint.Checkpoint | None, ranks: Ranks, notes: list[str]
 ) -> Session:  # fmt: skip
-    """Load everything the stages need; when a checkpoint is resumed, as it stood then. What a user should know is added to `notes`."""
+    """Load everything the stages need; where a checkpoint is resumed, as it stood then. Adds to `notes` what a reader should know."""
     device, r = pick_device(config.device), config.rollout
     tasks = load_task_sets(
         config.data,
@@ -181,8 +187,10 @@ def _build(
     model_folder = Path(config.model.path) if config.model.path else folder / "base_model"
     if not config.model.path and resumed is None:
         ranks.from_main(lambda: _make_tiny(model_folder, config))
-    ranks.from_main(lambda: _check_prompts(tasks, model_folder, config))
-    ranks.from_main(lambda: check_room(config, measure(config, model_folder), device, ranks, folder))
+    demonstration = ranks.from_main(lambda: _check_prompts(tasks, model_folder, config))
+    sizes = ranks.from_main(lambda: measure(config, model_folder))
+    notes += ranks.from_main(lambda: check_lengths(config, sizes, demonstration))
+    ranks.from_main(lambda: check_room(config, sizes, device, ranks, folder))
     scorer.check()
     torch.manual_seed(config.seed)  # adapters begin at random
     policy = Policy.load(model_folder, device, config.policy, ranks)
@@ -192,21 +200,23 @@ def _build(
     if resumed is None:
         ranks.from_main(lambda: write_text(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config))))
     metrics = Metrics(folder / "metrics.jsonl" if ranks.main else None, keep_lines=resumed.state["metrics_lines"] if resumed else 0)
-    engine = make_engine(config, policy, model_folder)
+    engine = make_engine(config, policy, model_folder, folder)
     session = Session(config, folder, model_folder, policy, engine, tasks, scorer, metrics, console, resumed, data=data)
     if resumed:
         ranks.on_all(lambda: engine.sleep([KV_CACHE, WEIGHTS]))  # a new one is awake, and a resumed run may go on with training
         resumed.restore_policy(policy)
         session.version, session.evaluations = resumed.state["version"], resumed.state["evaluations"]
+        session.trained_steps = resumed.state.get("trained_steps", 1)  # checkpoints of earlier versions do not count
+        session.empty_steps = resumed.state.get("empty_steps", 0)
         session.seconds, session.best = resumed.state["seconds"], resumed.state["best"]
         ranks.from_main(lambda: (folder / "summary.json").unlink(missing_ok=True))  # it marks a finished run, and this one goes on
     return session
 
 
-def _check_prompts(tasks: TaskSets, model_folder: Path, config: Config) -> None:
-    """Before the model loads: can each task be rendered, and does it fit?"""
+def _check_prompts(tasks: TaskSets, model_folder: Path, config: Config) -> int:
+    """Before the model loads: can each task be rendered, and does it fit? Returns the longest demonstration's length."""
     vocabulary, r = read_config(model_folder).get_text_config().vocab_size, config.rollout
-    check_prompts(
+    return check_prompts(
         tasks, read_tokenizer(model_folder), vocabulary,
         max_tokens=r.max_prompt_tokens, row_tokens=config.policy.row_tokens, sft=bool(config.sft.steps),
     )  # fmt: skip
@@ -232,6 +242,8 @@ def _introduce(s: Session, notes: list[str]) -> None:
     say(f"tasks:   {len(s.tasks.sft):,} for SFT, {len(s.tasks.rl):,} for RL, {len(s.tasks.eval):,} held out")
     if marks := marks_in(s.tasks, s.policy.tokenizer):
         say(f"note:    {marks}")
+    if s.engine_kind == EngineKind.sglang and (names := withheld()):
+        say(f"note:    SGLang's process is started without {', '.join(names)}: they could change its samples, or the memory it gives back")
     if config.rollout.top_k or config.rollout.top_p < 1:
         say("note:    top-k or top-p restrict sampling; the update still compares whole distributions, so ratios are biased")
     if s.resumed:

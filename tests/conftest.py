@@ -24,6 +24,15 @@ transformers.utils.logging.disable_progress_bar()
 settings.register_profile("hybrid_rl", deadline=None, derandomize=True, max_examples=40, database=None)
 settings.load_profile("hybrid_rl")
 
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep the modules that start several ranks in one test process: two of them at once would be four busy processes on two cores."""
+    for item in items:
+        if hasattr(getattr(item, "module", None), "on_ranks"):
+            item.add_marker(pytest.mark.xdist_group("ranks"))
+
+
 WORDS = ["<reversed_text>", "</reversed_text>"]
 # init_std: far larger than for training, so that distributions are peaked and every weight matters
 TINY = TinyConfig(layers=2, hidden_size=32, intermediate_size=64, heads=4, kv_heads=2, head_dim=16, init_std=0.2, words=WORDS)
@@ -36,16 +45,35 @@ RUNS: dict[str, tuple[str, dict]] = {
     "gemma": ("Gemma", {"head_dim": 8}),  # tied and scaled embeddings
     "gpt_neox": ("GPTNeoX", {"num_key_value_heads": None}),  # partial rotary, parallel residual
     "phi3": ("Phi3", {}),  # one matrix for q, k, v
+    "granite_scaled": ("Granite", {"logits_scaling": 4.0}),  # logits divided after the head
+    "cohere": ("Cohere", {}),  # logits multiplied after the head
+    "mistral": ("Mistral", {"sliding_window": 5}),  # a window in every layer
+    "gemma2": ("Gemma2", {"head_dim": 8, "sliding_window": 3, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma3": ("Gemma3", {"head_dim": 8, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}),
+    "olmo3": ("Olmo3", {"sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]}),
+    "gpt_oss": ("GptOss", {"head_dim": 8, "num_local_experts": 4, "sliding_window": 4}),  # a sink in every head's softmax
     "qwen3_moe": ("Qwen3Moe", {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
 }
+# those whose samples must not be longer than the model's positions say
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [4.0] * 4,
+    "original_max_position_embeddings": 16,
+}
+LIMITED: dict[str, tuple[str, dict]] = {
+    "gpt2": ("GPT2", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "max_position_embeddings": 32}),
+    "opt": ("OPT", {"dropout": 0.0, "ffn_dim": 64, "word_embed_proj_dim": 32, "max_position_embeddings": 32}),
+    "phi3_longrope": ("Phi3", {"max_position_embeddings": 64, "original_max_position_embeddings": 16, "rope_parameters": LONGROPE}),
+    "llama_dynamic": ("Llama", {"max_position_embeddings": 16, "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}}),
+    "llama4": ("Llama4", {"head_dim": 8, "num_local_experts": 2, "attention_chunk_size": 24, "intermediate_size_mlp": 32}),
+    "qwen2_yarn": ("Qwen2", {"max_position_embeddings": 32, "rope_parameters": {
+        "rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 32}}),
+}  # fmt: skip
 # and those that would be computed wrongly
 REFUSED: dict[str, tuple[str, dict]] = {
-    "mistral_window": ("Mistral", {"sliding_window": 8}),
-    "gemma2": ("Gemma2", {"head_dim": 8}),
-    "gemma2_softcap": ("Gemma2", {"head_dim": 8, "layer_types": ["full_attention"] * 2}),
-    "gpt_oss_sinks": ("GptOss", {"head_dim": 8, "num_local_experts": 4, "layer_types": ["full_attention"] * 2}),
-    "cohere_scaled_logits": ("Cohere", {}),
-    "granite_scaled_logits": ("Granite", {"logits_scaling": 4.0}),
+    "phimoe": ("Phimoe", {"num_local_experts": 4, "sliding_window": 63}),  # its window is in its masks alone
     "gpt2_dropout": ("GPT2", {}),
     "mamba": ("Mamba", {}),
     "bloom_own_attention": ("Bloom", {}),  # computes attention itself and ignores the layout
@@ -60,10 +88,10 @@ def build(prefix: str, differs: dict, folder: Path, seed: int) -> None:
         "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.2, "bos_token_id": None,
         "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
     } | differs  # fmt: skip
-    config = getattr(transformers, f"{prefix}Config")(**{k: v for k, v in shape.items() if (k, v) != ("num_key_value_heads", None)})
-    kind = next(c for c in (f"{prefix}ForCausalLM", f"{prefix}LMHeadModel") if hasattr(transformers, c))
+    name = next(c for c in (f"{prefix}ForCausalLM", f"{prefix}LMHeadModel") if hasattr(transformers, c))
+    kind = getattr(transformers, name)
     torch.manual_seed(seed)
-    model = getattr(transformers, kind)(config)
+    model = kind(kind.config_class(**{k: v for k, v in shape.items() if (k, v) != ("num_key_value_heads", None)}))
     with torch.no_grad():  # biases start at 0 and norms at 1, where a mistake in them would not show
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -79,8 +107,8 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     @cache
     def folder_of(name: str, seed: int = 0) -> Path:
         folder = tmp_path_factory.mktemp(name)
-        if name in RUNS or name in REFUSED:
-            build(*(RUNS | REFUSED)[name], folder, seed)
+        if name in (built := RUNS | LIMITED | REFUSED):
+            build(*built[name], folder, seed)
         else:
             tiny.create(folder, TINY, seed)
         if name == "staggered":

@@ -127,6 +127,19 @@ def second_hangs_before_any_phase(config, ranks) -> int:
     return 0
 
 
+def first_hangs_after_the_second_has_ended(config, ranks) -> int:
+    """In what comes after the last phase, where nobody waits for anybody."""
+    with hangs.phase("rollout"):
+        begins(config, ranks)
+    hangs_forever() if ranks.main else os._exit(0)
+
+
+def first_waits_for_the_second_that_has_ended(config, ranks) -> int:
+    begins(config, ranks)
+    with hangs.phase("update"), hangs.waiting():
+        hangs_forever() if ranks.main else os._exit(0)
+
+
 def second_is_slow(config, ranks) -> int:
     with hangs.phase("update"):
         for _ in range(60 if ranks.rank == 1 else 0):

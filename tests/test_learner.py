@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid_rl.config import AlgoConfig, KlConfig, KlEstimator, KlPlace, OldLogprobs, Reference
+from hybrid_rl.config import AlgoConfig, KlConfig, KlEstimator, KlPlace, OldLogprobs, OptimizerConfig, Reference, Schedule
 from hybrid_rl.learner import Learner, needs
 from hybrid_rl.policy.layout import pack
 from hybrid_rl.policy.model import ModelError, Policy
+from hybrid_rl.policy.optimizer import Optimizer
 from hybrid_rl.policy.update import score
 from hybrid_rl.rl import train_rl
 from hybrid_rl.rollout.collector import Batch
@@ -123,16 +124,74 @@ def test_truncated_rollouts_leave_no_trace_but_in_their_groups_mean(learning, po
     assert [advantages[i // 3, i % 3] for i in range(6)] == pytest.approx(centred(), abs=1e-6)
 
 
-def test_when_every_rollout_is_masked_nothing_moves(learning, policy):
-    b = batch()
-    for r in b.rollouts:
-        r.finish_reason = "length"
+BAND = {"old_logprobs": OldLogprobs.recomputed}
+UNTRAINED = {  # why → algo, rewards, finish reasons
+    "truncated": ({"mask_truncated": True}, REWARDS, ["length"] * 6),
+    "corrected": ({**BAND, "correction": {"a": part("seq_mask.correct", low=3.0, high=4.0)}}, REWARDS, ["stop"] * 6),
+    "corrected, by weights of 0": ({**BAND, "correction": {"a": part("icepop.correct", low=1e6, high=2e6)}}, REWARDS, ["stop"] * 6),
+    "corrected, and the rest truncated": (
+        {**BAND, "mask_truncated": True, "correction": {"a": part("seq_mask.correct", low=3.0, high=4.0)}}, REWARDS, ["length"] * 3 + ["stop"] * 3,
+    ),
+    "zero_gradient": ({}, [0.5] * 6, ["stop"] * 6),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", UNTRAINED)
+def test_a_batch_that_trains_nothing_says_why_and_measures_nothing(learning, policy, case):
+    b, (algo, rewards, reasons) = batch(near=policy), UNTRAINED[case]
+    for r, reward, reason in zip(b.rollouts, rewards, reasons, strict=True):
+        r.finish_reason = reason
+        r.score(reward, {})
     before = [p.detach().clone() for p in policy.model.parameters()]
-    learner = Learner(learning(mask_truncated=True), 0)
+    learner = Learner(learning(**algo), 0)
     numbers, _ = learner.learn(b, 1)
     assert all(torch.equal(a, p) for a, p in zip(before, policy.model.parameters(), strict=True))
-    assert learner.optimizer.steps == 0
-    assert numbers["loss"] == numbers["grad_norm"] == 0
+    assert (numbers["nothing_trained"], numbers["trained"], b.trained) == (case.split(",")[0], 0, set())
+    if case in ("truncated", "corrected"):
+        assert numbers["loss"] is numbers["entropy"] is numbers["grad_norm"] is numbers["clip_fraction"] is None
+        assert (numbers["mismatch_kl"] is None) == (case == "truncated"), "recomputed log-probabilities tell it without an update"
+
+
+def test_what_an_update_used_is_noted_rollout_by_rollout(learning):
+    """Of two groups one is cut but for a rollout; an update that is skipped uses none."""
+    b = batch()
+    for i in (3, 5):
+        b.rollouts[i].finish_reason = "length"
+    numbers, _ = Learner(learning(mask_truncated=True, minibatches=2), 0).learn(b, 1)
+    assert b.trained == {(0, 0), (0, 1), (0, 2), (1, 1)}
+    assert (numbers["trained"], numbers["nothing_trained"]) == (4, None)
+    b = batch()
+    numbers, _ = Learner(learning(loss={"_target_": "tests.broken.loss", "rollout": 4}), 0).learn(b, 1)
+    assert (b.trained, numbers["trained"], numbers["nothing_trained"]) == (set(), 0, "not_finite")
+
+
+@pytest.mark.parametrize("schedule", [Schedule.linear, Schedule.cosine])
+def test_the_learning_rate_follows_the_steps_of_the_run(learning, schedule):
+    """Steps without a signal, minibatches without a token, and a learner made anew after any step change no rate."""
+    optimizer = OptimizerConfig(lr=1e-3, schedule=schedule, warmup_steps=3, final_lr=0.25)
+
+    def rates(empty: set[int], resumed: bool = False) -> list[float]:
+        s = learning(minibatches=2)
+        s.config.rl.steps, s.config.rl.optimizer = 6, optimizer
+        learner, found = Learner(s, 0), []
+        for step in range(1, 7):
+            b = Batch(silent_groups=2) if step in empty else batch()
+            found.append(learner.learn(b, step)[0]["lr"])
+            if resumed:
+                learner = Learner(s, step)
+        return found
+
+    whole = rates(set())
+    plain = Optimizer({"p": torch.nn.Parameter(torch.zeros(1))}, optimizer, 12, 1)
+    of_updates = [plain.step().lr for _ in range(12)]
+    assert whole == pytest.approx([(a + b) / 2 for a, b in zip(of_updates[::2], of_updates[1::2], strict=True)])
+    assert whole == rates(set(), resumed=True)
+    for empty in ({1}, {2, 3, 4}, {5}):
+        assert [r for i, r in enumerate(rates(empty, resumed=True), 1) if i not in empty] == [
+            r for i, r in enumerate(whole, 1) if i not in empty
+        ]
+    assert rates({6})[5] == of_updates[10]
+    assert of_updates[11] == 2.5e-4
 
 
 def test_corrections_multiply_and_drop_together(learning, policy):

@@ -56,7 +56,15 @@ def test_an_installed_wheel_runs_in_an_empty_folder(tmp_path):
     subprocess.run([*pip, "install", "--no-deps", "--target", str(tmp_path / "site"), str(wheel)], check=True, timeout=300)
     empty = tmp_path / "empty"
     empty.mkdir()
-    small = ["sft.steps=4", "rl.steps=2", "eval.max_tasks=4", "rollout.batch_size=16", "rollout.group_size=4", "rollout.max_tokens=16"]
+    small = [
+        "sft.steps=4",
+        "rl.steps=2",
+        "rl.max_empty_steps=0",
+        "eval.max_tasks=4",
+        "rollout.batch_size=16",
+        "rollout.group_size=4",
+        "rollout.max_tokens=16",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
     subprocess.run([sys.executable, "-m", "hybrid_rl.run", "+recipe=reverse", *small], cwd=empty, env=environment, check=True, timeout=300)
     where = subprocess.run(

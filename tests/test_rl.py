@@ -1,7 +1,10 @@
 """The loop itself: the order of its phases, and what a step does when there is nothing to learn from."""
 
+import json
+import re
 from functools import partial
 
+import pytest
 import torch
 
 from hybrid_rl.config import Config, EvalConfig, OptimizerConfig, RlConfig, RolloutConfig
@@ -9,10 +12,11 @@ from hybrid_rl.data import TaskSets
 from hybrid_rl.engine.local import LocalEngine
 from hybrid_rl.policy.model import Policy
 from hybrid_rl.report.console import Console
-from hybrid_rl.rl import train_rl
+from hybrid_rl.rl import NothingTrained, train_rl
 from hybrid_rl.rollout.rewards import Scorer
 from hybrid_rl.run_folder import checkpoint
 from hybrid_rl.run_folder.metrics import Metrics
+from hybrid_rl.run_folder.rollouts import read_rollouts
 from hybrid_rl.session import Session
 from hybrid_rl.types import Task
 
@@ -97,4 +101,41 @@ def test_a_step_without_any_signal_changes_nothing_and_says_so(policy, tmp_path,
     line = capsys.readouterr().out
     assert "4 silent groups replaced" in line
     assert "2 groups missing" in line
+    assert "! nothing was trained: every group was dropped" in line
+    assert not re.search("entropy|mismatch|clip|grad|nan|None", line), line
+    (record,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert [record[key] for key in ("loss", "entropy", "mismatch_kl", "clip_fraction", "grad_norm")] == [None] * 5
+    assert (record["trained"], record["nothing_trained"], record["skipped"]) == (0, "silent", 0)
+    assert not any(row["trained"] for row in read_rollouts(tmp_path / "rollouts" / "step_0001.parquet"))
     assert checkpoint.latest(tmp_path / "checkpoints").state["optimizer"]["steps"] == 0
+    assert (s.trained_steps, s.empty_steps) == (0, 1)
+
+
+def test_truncated_rollouts_that_are_masked_are_not_called_trained(policy, tmp_path, capsys):
+    s = session(policy, tmp_path, "hash_of_answer", steps=1)
+    s.config.algo.mask_truncated, s.config.algo.silent_by, s.config.rollout.max_tokens = True, "none", 1
+    try:
+        train_rl(s)
+    finally:
+        s.scorer.close()
+    assert "nothing was trained: every rollout reached rollout.max_tokens, and algo.mask_truncated" in capsys.readouterr().out
+    rows = read_rollouts(tmp_path / "rollouts" / "step_0001.parquet")
+    assert {(row["trained"], row["finish_reason"]) for row in rows} == {(False, "length")}
+    assert all(row["outcome"] == row["reward"] for row in rows)
+
+
+def test_steps_in_a_row_that_train_nothing_end_the_run_saved(policy, tmp_path, capsys):
+    """Counted on after a resume; a step that trains begins the count anew."""
+    s = session(policy, tmp_path, "constant", steps=9, max_empty_steps=3)
+    s.empty_steps, s.trained_steps = 1, 4  # as a checkpoint says
+    with pytest.raises(
+        NothingTrained, match=r"in 3 RL steps in a row \(rl.max_empty_steps=3\), in step 2 because every group .* check the reward"
+    ):
+        train_rl(s)
+    s.scorer.close()
+    state = checkpoint.latest(tmp_path / "checkpoints").state
+    assert (state["step"], state["empty_steps"], state["trained_steps"]) == (2, 3, 4)
+    s.count_step("not_finite")
+    assert (s.empty_steps, s.trained_steps) == (3, 4)
+    s.count_step(None)
+    assert (s.empty_steps, s.trained_steps) == (0, 5)

@@ -21,6 +21,7 @@ from hybrid_rl.run_folder.rollouts import read_rollouts
 SMALL = [
     "+recipe=reverse", "sft.steps=20", "sft.checkpoint_every=8", "rl.steps=6", "rl.checkpoint_every=2", "rl.eval_every=4",
     "eval.max_tasks=8", "rollout.batch_size=16", "rollout.group_size=4", "rollout.max_tokens=24", "model.tiny.hidden_size=64", "algo.minibatches=2",
+    "rl.max_empty_steps=0",
 ]  # fmt: skip
 PROJECT = str(Path(__file__).parents[1])  # for the tests' own rewards and losses
 ENVIRONMENT = {

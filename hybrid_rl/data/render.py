@@ -31,13 +31,14 @@ def prompt_ids(task: Task, tokenizer: PreTrainedTokenizerBase, max_tokens: int) 
 
 def check_prompts(
     sets: TaskSets, tokenizer: PreTrainedTokenizerBase, vocabulary: int, *, max_tokens: int, row_tokens: int, sft: bool
-) -> None:  # fmt: skip
+) -> int:  # fmt: skip
     """Render every prompt, and where `sft` every demonstration, before the model, which knows `vocabulary` tokens, loads.
 
-    Raises DataError for the first that cannot be used.
+    Returns the length of the longest demonstration with its prompt, 0 without `sft`. Raises DataError for the first that cannot be used.
     """
     if sft:
         _check_end(tokenizer)
+    longest = 0
     for name, tasks in (("rl", sets.rl), ("eval", sets.eval), ("sft", sets.sft if sft else [])):
         for first in range(0, len(tasks), AT_ONCE):
             some = list(tasks[first : first + AT_ONCE])
@@ -60,6 +61,8 @@ def check_prompts(
                     raise DataError(
                         f"task {task.id}: prompt and demonstration have {length} tokens, policy.row_tokens={row_tokens}; raise it or drop the task"
                     )
+                longest = max(longest, length if name == "sft" else 0)
+    return longest
 
 
 def marks_in(sets: TaskSets, tokenizer: PreTrainedTokenizerBase) -> str:

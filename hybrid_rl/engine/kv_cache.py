@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybrid_rl.policy.attention import Packed
+from hybrid_rl.policy.attention import LayerAttention, Packed, softmax
 
 
 class KVCache:
@@ -66,10 +66,10 @@ class Prefill(Packed):
         self.keys: list[tuple[Tensor, ...]] = []  # [layer][prompt]
         self.values: list[tuple[Tensor, ...]] = []
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, how: LayerAttention) -> Tensor:
         self.keys.append(key[0].split(self.lengths, dim=1))
         self.values.append(value[0].split(self.lengths, dim=1))
-        return super().attend(layer, query, key, value, scaling)
+        return super().attend(layer, query, key, value, how)
 
 
 class Decode:
@@ -77,23 +77,35 @@ class Decode:
 
     def __init__(self, cache: KVCache, rows: int):
         self.cache, self.index = cache, cache.rows[:rows]
-        longest = int(cache.lengths[:rows].max()) + 1
+        self._oldest, longest = int(cache.lengths[:rows].min()), int(cache.lengths[:rows].max()) + 1
         self.positions = torch.from_numpy(cache.lengths[:rows].copy()).to(cache.rows.device)
         cache.bias[self.index, self.positions] = 0.0
         cache.lengths[:rows] += 1
-        self.bias = cache.bias[:rows, None, None, :longest]
+        self._biases: dict[int | None, tuple[int, Tensor]] = {None: (0, cache.bias[:rows, None, None, :longest])}
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, how: LayerAttention) -> Tensor:
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         keys[self.index, :, self.positions] = key[:, :, 0].to(keys.dtype)
         values[self.index, :, self.positions] = value[:, :, 0].to(values.dtype)
         n, heads, _, dim = query.shape
-        longest = self.bias.shape[-1]
+        first, bias = self._reach(how.window)
+        keys, values = (cache[:n, :, first : first + bias.shape[-1]] for cache in (keys, values))
         # the heads that share a key/value head become its queries, so that keys are never repeated in memory
-        grouped = (query * scaling).to(keys.dtype).view(n, keys.shape[1], -1, dim)
-        scores = grouped @ keys[:n, :, :longest].transpose(-1, -2) + self.bias
-        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(keys.dtype)
-        return (weights @ values[:n, :, :longest]).reshape(n, 1, heads, -1).to(query.dtype)
+        grouped = (query * how.scaling).to(keys.dtype).view(n, keys.shape[1], -1, dim)
+        weights = softmax(grouped @ keys.transpose(-1, -2), bias, how)
+        return (weights @ values).reshape(n, 1, heads, -1).to(query.dtype)
+
+    def _reach(self, window: int | None) -> tuple[int, Tensor]:
+        """The first position that any row's window holds, and the bias [n, 1, 1, L] of the positions from there on."""
+        _, bias = self._biases[None]
+        if window is None or window >= bias.shape[-1]:
+            return self._biases[None]
+        if window not in self._biases:  # once for all layers that have it
+            first = max(0, self._oldest - window + 1)
+            at = torch.arange(first, bias.shape[-1], device=bias.device)
+            past = at <= self.positions[:, None] - window
+            self._biases[window] = first, bias[..., first:].masked_fill(past[:, None, None], float("-inf"))
+        return self._biases[window]
 
     def to(self, device: object) -> Decode:
         return self

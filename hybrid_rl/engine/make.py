@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from hybrid_rl.config import Config, Deterministic, EngineKind, Offload
-from hybrid_rl.engine.base import Engine, EngineError
+from hybrid_rl.engine.base import Engine, EngineError, request_seed
 from hybrid_rl.engine.local import LocalEngine
 from hybrid_rl.engine.sglang.engine import SGLangEngine
+from hybrid_rl.engine.sglang.interface import unusable
 from hybrid_rl.policy.offload import release_cached
 from hybrid_rl.policy.sharding import local
 
@@ -23,14 +23,14 @@ ENGINES = {EngineKind.local: "samples from the policy's memory", EngineKind.sgla
 
 def choose_engine(kind: EngineKind, device: torch.device) -> EngineKind:
     if kind == EngineKind.auto:
-        return EngineKind.sglang if device.type == "cuda" and importlib.util.find_spec("sglang") else EngineKind.local
+        return EngineKind.sglang if device.type == "cuda" and not unusable() else EngineKind.local
     return kind
 
 
-def make_engine(config: Config, policy: Policy, model_folder: Path) -> Engine:
-    """The configured engine; one with memory of its own begins with the folder's weights. Collective.
+def make_engine(config: Config, policy: Policy, model_folder: Path, folder: Path | None = None) -> Engine:
+    """Return the configured engine; one with memory of its own begins with the model's weights, and writes its log to `folder`. Collective.
 
-    Raises EngineError, on every rank, where it does not start or engine.tensor_parallel does not fit.
+    Raises EngineError, on every rank, if it does not start or engine.tensor_parallel does not fit.
     """
     chosen, ranks, capacity = config.engine, policy.ranks, config.rollout.max_prompt_tokens + config.rollout.max_tokens
     width, kind = chosen.tensor_parallel, choose_engine(chosen.kind, policy.device)
@@ -47,6 +47,7 @@ def make_engine(config: Config, policy: Policy, model_folder: Path) -> Engine:
             model_folder, policy.end_ids(), chosen.slots, capacity, policy.device, policy.dtype, team=team,
             memory_fraction=chosen.memory_fraction or (what_is_left(config, policy) if on_gpu else 1.0), deterministic=deterministic,
             timeout=chosen.timeout, start_timeout=chosen.start_timeout, extra=chosen.arguments,
+            seed=request_seed(config.seed, "engine", ranks.rank), log=folder / f"engine_{ranks.rank}.log" if folder else None,
         )
     )  # fmt: skip
 

@@ -2,25 +2,42 @@
 
 A model loaded with `attn_implementation="hybrid_rl"` calls `attend_with_layout` in every layer. What a token may
 look at is decided by the `layout` object that the caller passes to the model's forward (`model(..., layout=layout)`;
-transformers hands unknown keyword arguments down to the attention function). So no dense mask is ever built, and any
-causal LM of transformers that uses its attention interface works unchanged.
+transformers hands unknown keyword arguments down to the attention function), and by the window that a layer may have. So
+full attention never builds a dense mask, and any causal LM of transformers that uses its attention interface works unchanged.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedConfig
 
-try:  # flash-attention's variable-length kernel, where the user installed it (GPU only)
-    from flash_attn import flash_attn_varlen_func
-except ImportError:
-    flash_attn_varlen_func = None
+from hybrid_rl.policy import flash
 
 ATTENTION_NAME = "hybrid_rl"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAttention:
+    """What a layer asks of attention: softmax(softcap · tanh(scaling · q·k / softcap)) · v over the tokens it may see.
+
+    `window`: those are the last `window` tokens, its own included; None: all up to its own. `softcap` None: no tanh.
+    `sinks` [H] are logits that take part in the softmax and add no value.
+    """
+
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether kernels that know neither softcap nor sinks compute it."""
+        return self.softcap is None and self.sinks is None
 
 
 class AttentionLayout(Protocol):
@@ -30,33 +47,99 @@ class AttentionLayout(Protocol):
     of K) and returns [B, T, H, D] in the query's dtype.
     """
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor: ...
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, how: LayerAttention) -> Tensor: ...
 
     def to(self, device: object) -> AttentionLayout: ...
 
 
+UNSUPPORTED = ("position_bias", "indices", "block_indices", "sinks")  # what some families hand to attention, and no layout computes
+
+
 def attend_with_layout(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    scaling: float | None = None, dropout: float = 0.0, layout: AttentionLayout | None = None, **other: Any,
+    scaling: float | None = None, dropout: float = 0.0, layout: AttentionLayout | None = None,
+    sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **other: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """The function transformers calls; refuses what a layout does not compute instead of ignoring it."""
     if layout is None:
         raise ValueError(f"{type(module).__name__} was called without a layout, or does not hand keyword arguments to its attention")
-    unsupported = [name for name in ("sliding_window", "softcap", "s_aux") if other.get(name) is not None]
+    unsupported = [name for name in UNSUPPORTED if other.get(name) is not None]
+    if other.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        unsupported.append("attention to later tokens")
     if unsupported or attention_mask is not None or (dropout and module.training):
-        raise ValueError(
-            f"{type(module).__name__} needs {unsupported or 'an attention mask or dropout'}, which hybrid_rl's attention does not compute"
-        )
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return layout.attend(int(module.layer_idx), query, key, value, scaling), None  # type: ignore[arg-type]
+        needs = ", ".join(unsupported) or "an attention mask or dropout"
+        raise ValueError(f"{type(module).__name__} needs {needs}, which hybrid_rl's attention does not compute")
+    how = LayerAttention(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
+    out = layout.attend(int(module.layer_idx), query, key, value, how)  # type: ignore[arg-type]
+    return out.contiguous(), None  # as transformers' own functions; some models take a view of it
 
 
 AttentionInterface.register(ATTENTION_NAME, attend_with_layout)
 
 
-def grouped_sdpa(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    """Causal attention of [B, H, T, D] over [B, K, T, D] → [B, H, T, D]; several query heads share a key/value head."""
-    return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1])
+def configured_windows(config: PreTrainedConfig) -> list[int | None]:
+    """Each layer's window as config.json has it, None for full attention.
+
+    Raises ValueError for layers of another kind, except for chunked attention, which is full as long as samples fit a chunk.
+    """
+    text = config.get_text_config()
+    window, layers = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
+    if not layers:
+        return [window] * text.num_hidden_layers
+    if other := sorted(set(layers) - {"full_attention", "sliding_attention", "chunked_attention"}):
+        raise ValueError(f"it has layers of {', '.join(other)}; only full_attention and sliding_attention are supported")
+    return [window if layer == "sliding_attention" else None for layer in layers]
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, how: LayerAttention, seen: Tensor | None = None) -> Tensor:
+    """Attention of [B, H, T, D] over [B, K, L, D] → [B, H, T, D]; several query heads share a key/value head.
+
+    `seen`, bool, broadcast to [B, H, T, L], says what each token may see; None: causally all of itself (T = L).
+    """
+    if how.plain:
+        grouped = query.shape[1] != key.shape[1]
+        return scaled_dot_product_attention(
+            query, key, value, attn_mask=seen, is_causal=seen is None, scale=how.scaling, enable_gqa=grouped
+        )
+    (b, heads, t, dim), (kv_heads, length) = query.shape, key.shape[1:3]
+    if seen is None:
+        seen = torch.ones(t, t, dtype=torch.bool, device=query.device).tril()
+    # the heads that share a key/value head become its queries, so that keys are never repeated in memory
+    grouped_shape = (b, kv_heads, heads // kv_heads * t)
+    scores = (query * how.scaling).reshape(*grouped_shape, dim) @ key.transpose(-1, -2)
+    bias = torch.zeros(seen.shape, dtype=scores.dtype, device=scores.device).masked_fill_(~seen, float("-inf"))
+    weights = softmax(scores.view(b, heads, t, length), bias, how).view(*grouped_shape, length)
+    return (weights @ value).view(b, heads, t, value.shape[-1])
+
+
+def softmax(scores: Tensor, bias: Tensor, how: LayerAttention) -> Tensor:
+    """Weights from scaled scores [B, H, T, L], or heads in two dimensions with T = 1; `bias` is −inf for what is not seen."""
+    if how.softcap is not None:
+        scores = how.softcap * torch.tanh(scores / how.softcap)
+    scores = scores + bias
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32)
+    if how.sinks is not None:  # exp(s) / (Σ exp(s) + exp(sink))
+        sinks = how.sinks.float().view(scores.shape[1], -1, 1)
+        weights = weights * torch.sigmoid(scores.float().logsumexp(-1, keepdim=True) - sinks)
+    return weights.to(scores.dtype)
+
+
+class Bands:
+    """What windows leave of causal attention: [T, T] masks, made once a window and shared by its layers."""
+
+    def __init__(self, longest: int):
+        self.longest = longest
+        self._made: dict[int, Tensor] = {}
+
+    def of(self, length: int, window: int | None, device: torch.device) -> Tensor | None:
+        """The mask of a sample, or None for one that the window does not reach across."""
+        if window is None or window >= length:
+            return None
+        if window not in self._made:
+            at = torch.arange(self.longest, device=device)
+            age = at[:, None] - at
+            self._made[window] = (age >= 0) & (age < window)
+        return self._made[window][:length, :length]
 
 
 class Padded:
@@ -64,10 +147,11 @@ class Padded:
 
     def __init__(self, width: int):
         self.width = width
+        self._bands = Bands(width)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, how: LayerAttention) -> Tensor:
         q, k, v = (x[0].unflatten(1, (-1, self.width)).transpose(0, 1) for x in (query, key, value))  # [B, H, width, D]
-        return grouped_sdpa(q, k, v, scaling).transpose(1, 2).flatten(0, 1)[None]
+        return attention(q, k, v, how, self._bands.of(self.width, how.window, q.device)).transpose(1, 2).flatten(0, 1)[None]
 
     def to(self, device: object) -> Padded:
         return self
@@ -78,24 +162,28 @@ class Packed:
 
     def __init__(self, lengths: list[int]):
         self.lengths = lengths
+        self._bands = Bands(max(lengths))
         self._cumulative: Tensor | None = None
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        if flash_attn_varlen_func is not None and query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
-            bounds = self._bounds(query.device)
-            longest = max(self.lengths)
-            q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-            repeats = torch.are_deterministic_algorithms_enabled()  # of the gradient; a second pass over it
-            return flash_attn_varlen_func(
-                q, k, v, bounds, bounds, longest, longest, softmax_scale=scaling, causal=True, deterministic=repeats
-            )[None]
-        parts = zip(*(x.split(self.lengths, dim=2) for x in (query, key, value)), strict=True)
-        return torch.cat([grouped_sdpa(q, k, v, scaling) for q, k, v in parts], dim=2).transpose(1, 2)
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, how: LayerAttention) -> Tensor:
+        in_half = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
+        if flash.varlen is not None and in_half and how.sinks is None:
+            return self._flash(query, key, value, how)[None]
+        parts = zip(*(x.split(self.lengths, dim=2) for x in (query, key, value)), self.lengths, strict=True)
+        results = [attention(q, k, v, how, self._bands.of(length, how.window, q.device)) for q, k, v, length in parts]
+        return torch.cat(results, dim=2).transpose(1, 2)
 
-    def _bounds(self, device: torch.device) -> Tensor:
+    def _flash(self, query: Tensor, key: Tensor, value: Tensor, how: LayerAttention) -> Tensor:
         if self._cumulative is None:
-            self._cumulative = torch.tensor([0, *self.lengths], device=device).cumsum(0).to(torch.int32)
-        return self._cumulative
+            self._cumulative = torch.tensor([0, *self.lengths], device=query.device).cumsum(0).to(torch.int32)
+        bounds, longest = self._cumulative, max(self.lengths)
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        return flash.varlen(
+            q, k, v, bounds, bounds, longest, longest, softmax_scale=how.scaling, causal=True,
+            window_size=(-1, -1) if how.window is None else (how.window - 1, 0),  # tokens before one's own
+            softcap=how.softcap or 0.0,
+            deterministic=torch.are_deterministic_algorithms_enabled(),  # of the gradient; a second pass over it
+        )  # fmt: skip
 
     def to(self, device: object) -> Packed:
         return self

@@ -8,10 +8,31 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedConfig
+
+ToLogits = Callable[[Tensor], Tensor]
+
+
+def logits_of(head: nn.Module, config: PreTrainedConfig) -> ToLogits:
+    """The function from hidden states to a model's logits: its head, then the scale and the softcap that config.json may have.
+
+    Loading a model compares it with the model's own logits.
+    """
+    text = config.get_text_config()
+    scale = (getattr(text, "logit_scale", None) or 1.0) / (getattr(text, "logits_scaling", None) or 1.0)
+    cap = getattr(text, "final_logit_softcapping", None)
+    if scale == 1.0 and not cap:
+        return head
+
+    def logits(hidden: Tensor) -> Tensor:
+        scaled = head(hidden) * scale
+        return cap * torch.tanh(scaled / cap) if cap else scaled
+
+    return logits
 
 
 def token_logprobs(
-    hidden: Tensor, head: nn.Module, targets: Tensor, temperature: float, chunk: int, entropy_gradient: bool = False
+    hidden: Tensor, head: ToLogits, targets: Tensor, temperature: float, chunk: int, entropy_gradient: bool = False
 ) -> tuple[Tensor, Tensor]:
     """log π(target) and the distribution's entropy, both [M] float32 in nats, at the sampling temperature.
 
@@ -30,7 +51,7 @@ def token_logprobs(
     return logprobs, entropy
 
 
-def token_cross_entropy(hidden: Tensor, head: nn.Module, targets: Tensor, label_smoothing: float, chunk: int) -> Tensor:
+def token_cross_entropy(hidden: Tensor, head: ToLogits, targets: Tensor, label_smoothing: float, chunk: int) -> Tensor:
     """Supervised loss of each token, [M] float32 in nats: (1−ε)·(−log π(target)) + ε·mean over the vocabulary of −log π."""
 
     def one_chunk(hidden: Tensor, targets: Tensor) -> tuple[Tensor, ...]:

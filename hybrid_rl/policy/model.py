@@ -24,9 +24,10 @@ from transformers import (
 
 from hybrid_rl.config import Offload, PolicyConfig, Precision
 from hybrid_rl.policy import lora
-from hybrid_rl.policy.attention import ATTENTION_NAME, Packed
-from hybrid_rl.policy.logprobs import token_cross_entropy, token_logprobs
+from hybrid_rl.policy.attention import ATTENTION_NAME, LayerAttention, Packed, configured_windows
+from hybrid_rl.policy.logprobs import logits_of, token_cross_entropy, token_logprobs
 from hybrid_rl.policy.offload import Parked
+from hybrid_rl.policy.positions import limits
 from hybrid_rl.policy.sharding import Gathering, local, make_mesh, scatter, shard
 from hybrid_rl.processes.ranks import Ranks
 from hybrid_rl.types import PackedBatch
@@ -101,19 +102,20 @@ class Policy:
 
         Raises ModelError naming the folder and what is wrong with it, on every rank.
         """
-        ranks, whole, problem, shard = ranks or Ranks(), None, None, (settings or PolicyConfig()).shard
+        settings, ranks, whole, problem = settings or PolicyConfig(), ranks or Ranks(), None, None
+        shard = settings.shard
         if shard and ranks.world % shard:
             fitting = ", ".join(str(n) for n in range(1, ranks.world + 1) if ranks.world % n == 0)
             raise ModelError(f"policy.shard={shard} does not divide the {ranks.world} ranks into equal groups; possible are {fitting}")
         if ranks.main:
             try:
-                whole = _read(folder)
+                whole = _read(folder, settings.row_tokens)
             except ModelError as error:
                 problem = error
         ranks.agree(problem)
         config, generation = ranks.from_main(lambda: (whole.config, whole.generation_config))  # type: ignore[union-attr]
         tokenizer = read_tokenizer(folder)
-        return cls(whole, config, generation, tokenizer, device, settings or PolicyConfig(), ranks)
+        return cls(whole, config, generation, tokenizer, device, settings, ranks)
 
     def _shard(self, whole: PreTrainedModel | None) -> None:
         size = self.settings.shard or self.ranks.local_world
@@ -149,12 +151,18 @@ class Policy:
     def logprobs(self, row: PackedBatch, temperature: float, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         """log π and entropy, [M] float32, of the row's sampled tokens, at the sampling temperature."""
         return self._scored(
-            row, lambda hidden, head, targets: token_logprobs(hidden, head, targets, temperature, self.chunk, entropy_gradient)
+            row,
+            lambda hidden, head, targets: token_logprobs(
+                hidden, logits_of(head, self.config), targets, temperature, self.chunk, entropy_gradient
+            ),
         )
 
     def cross_entropy(self, row: PackedBatch, label_smoothing: float) -> Tensor:
         """Supervised loss, [M] float32, of the row's target tokens."""
-        return self._scored(row, lambda hidden, head, targets: token_cross_entropy(hidden, head, targets, label_smoothing, self.chunk))
+        return self._scored(
+            row,
+            lambda hidden, head, targets: token_cross_entropy(hidden, logits_of(head, self.config), targets, label_smoothing, self.chunk),
+        )
 
     def parameter_count(self) -> int:
         return sum(p.numel() for p in self.parameters.values())
@@ -287,7 +295,7 @@ def reason(error: Exception) -> str:
     return text if len(text) <= 300 else f"{text[:299]}…"
 
 
-def _read(folder: str | Path) -> PreTrainedModel:
+def _read(folder: str | Path, row_tokens: int) -> PreTrainedModel:
     model: PreTrainedModel
     loaded: dict[str, Any]
     read_config(folder)
@@ -312,31 +320,69 @@ def _read(folder: str | Path) -> PreTrainedModel:
         raise ModelError(
             f"model.path={folder}: the tokenizer has {tokenizer.vocab_size} tokens and the model {rows}; they do not belong together"
         )
-    _check_forward(model)
+    _check_forward(model, row_tokens)
     return model
 
 
+class _Told(Packed):
+    """Packed rows that note the window that each layer hands to attention."""
+
+    def __init__(self, lengths: list[int]):
+        super().__init__(lengths)
+        self.windows: dict[int, int | None] = {}
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, how: LayerAttention) -> Tensor:
+        self.windows[layer] = how.window
+        return super().attend(layer, query, key, value, how)
+
+
 @torch.no_grad()
-def _check_forward(model: PreTrainedModel) -> None:
-    """Two samples of a row must not see each other, and the head applied to hidden states must be the model's own logits."""
+def _check_forward(model: PreTrainedModel, row_tokens: int) -> None:
+    """Compare what rows and chunks of logits give with the model's own eager attention and logits, on a few tokens.
+
+    Raises ModelError for a model that a row of `row_tokens` tokens would compute wrongly.
+    """
     kind, config = type(model).__name__, model.config
-    layers = getattr(config, "layer_types", None) or []
-    if any(kind != "full_attention" for kind in layers):
-        raise ModelError(f"{config._name_or_path}: layers {sorted(set(layers))}; only full attention is supported")
     ids, positions = torch.tensor([[0, 1, 2, 3, 1, 0], [0, 1, 2, 3, 0, 1]])[:, None]  # samples of 4 and 2 tokens
-    head = model.train().get_output_embeddings()
+    far = positions.clone()
+    far[0, 3] = min([row_tokens, *(limit.tokens for limit in limits(model) if limit.hard)]) - 1
+    logits = logits_of(model.train().get_output_embeddings(), config)
+    told = _Told([4, 2])
     try:
+        windows = configured_windows(config)
         own = model(input_ids=ids, position_ids=positions, use_cache=False, layout=Packed([4, 2])).logits
-        ours = head(_hidden(model, ids, positions, Packed([4, 2])))
-        alone = head(_hidden(model, ids[:, 4:], positions[:, 4:], Packed([2])))
-    except (TypeError, ValueError) as error:
-        raise ModelError(f"{kind} does not run with hybrid_rl's attention: {error}") from error
+        ours = logits(_hidden(model, ids, positions, told))
+        alone = logits(_hidden(model, ids[:, 4:], positions[:, 4:], Packed([2])))
+        beside_far = logits(_hidden(model, ids, far, Packed([4, 2])))
+        eager = _eager(model, ids[:, :4])
+    except Exception as error:
+        raise ModelError(f"{kind} does not run with hybrid_rl's attention: {reason(error)}") from error
     if not own.isfinite().all():
         raise ModelError(f"{config._name_or_path}: its logits are not finite; a weight is NaN or infinite")
-    if (ours[:, 4:] - alone).abs().max() > 0.05 * alone.std():  # far above rounding, far below what a leak does
+    much = 0.05 * alone.std()  # far above rounding, far below what a leak does
+    if (ours[:, 4:] - alone).abs().max() > much:
         raise ModelError(f"{kind} does not use hybrid_rl's attention: samples packed in a row see each other")
     if not torch.allclose(own, ours, rtol=1e-4, atol=1e-4):
-        raise ModelError(f"{kind} changes its logits after the output embeddings, which is not supported")
+        raise ModelError(f"{kind} changes its logits after the output embeddings in a way that is not supported")
+    if (own[:, :4] - eager).abs().max() > 2e-3 * own.std():  # rounding is about 2e-6 in two layers
+        raise ModelError(f"{kind} computes attention in a way of its own, which hybrid_rl's attention does not")
+    if (beside_far[:, 4:] - alone).abs().max() > much:
+        raise ModelError(f"{kind} changes all positions of a row with its longest sample; no row can hold several samples")
+    for layer, window in enumerate(windows):
+        if window is not None and told.windows.get(layer) != window and window < row_tokens:
+            raise ModelError(
+                f"{kind}: layer {layer} has a window of {window} tokens (config.json) that it does not hand to attention; only "
+                f"policy.row_tokens={window} or less can be used"
+            )
+
+
+def _eager(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Logits of one sample with the model's own attention."""
+    model.set_attn_implementation("eager")
+    try:
+        return model(input_ids=ids, use_cache=False).logits
+    finally:
+        model.set_attn_implementation(ATTENTION_NAME)
 
 
 def _hidden(model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, layout: object) -> Tensor:

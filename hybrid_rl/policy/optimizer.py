@@ -37,8 +37,9 @@ class StepResult:
 class Optimizer:
     """Of `policy.trainable`: plain or sharded float32 parameters by name, with float32 moments like them.
 
-    `total_steps` is the length of the schedule; `bad` counts skipped steps in a row, and `fault` says why the last step was one
-    (None where it was not). In float16 small gradients would become 0:
+    `total_steps` is the length of the schedule and `steps` the place in it: each step advances it, and whoever has steps without an update
+    sets it. `bad` counts skipped steps in a row, and `fault` says why the last step was one (None if it was not). In float16 small gradients
+    would become 0:
     the loss is multiplied by `scale` before backward, which halves at every overflow and doubles after SCALE_UP_AFTER good steps.
     """
 

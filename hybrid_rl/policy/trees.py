@@ -6,25 +6,35 @@ attention is the prompt laid before each branch again, as keys and values that a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 
-from hybrid_rl.policy.attention import grouped_sdpa
+from hybrid_rl.policy.attention import Bands, LayerAttention, attention
 
 BUCKET = 32  # branches of similar length that are padded to one length and attend together
 
 
 @dataclass(slots=True)
 class _Bucket:
-    """B branches: flat positions of their own tokens, [B, C], and of prompt and branch, [B, L]; what may be seen [B, 1, C, L]."""
+    """B branches: flat positions of their own tokens, [B, C], and of prompt and branch, [B, L]; `last` [B, 1, C, 1] is each own key."""
 
     queries: Tensor
     keys: Tensor
-    seen: Tensor
+    last: Tensor
+    _seen: dict[int | None, Tensor] = field(default_factory=dict)
+
+    def seen(self, window: int | None) -> Tensor:
+        """What each token may see, [B, 1, C, L]: the `window` keys that end with its own. Made once a window for all layers."""
+        if window is not None and window >= self.keys.shape[1]:
+            window = None
+        if window not in self._seen:
+            at = torch.arange(self.keys.shape[1], device=self.last.device)
+            seen = at <= self.last
+            self._seen[window] = seen if window is None else seen & (at > self.last - window)
+        return self._seen[window]
 
 
 class Trees:
@@ -47,6 +57,7 @@ class Trees:
         branches.sort(key=lambda pair: len(pair[1]))
         chunks = [branches[i : i + BUCKET] for i in range(0, len(branches), BUCKET)]
         self.prompts = pad_sequence(prompts, batch_first=True)
+        self._bands = Bands(self.prompts.shape[1])
         self.buckets = [_bucket(chunk) for chunk in chunks]
         self.order = torch.empty(start, dtype=torch.int64)  # where each flat token's result lies in [prompts; buckets] end to end
         place = 0
@@ -56,19 +67,19 @@ class Trees:
                 self.order[positions] = place + row * padded.shape[1] + torch.arange(len(positions))
             place += padded.numel()
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, how: LayerAttention) -> Tensor:
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
-        grouped = q.shape[1] != k.shape[1]
         own, keys, values = (x[self.prompts].transpose(1, 2) for x in (q, k, v))
-        results = [grouped_sdpa(own, keys, values, scaling)]  # right padding: causality hides it
+        band = self._bands.of(self.prompts.shape[1], how.window, q.device)
+        results = [attention(own, keys, values, how, band)]  # right padding: causality hides it
         for bucket in self.buckets:
             keys, values = (x[bucket.keys].transpose(1, 2) for x in (k, v))
             own = q[bucket.queries].transpose(1, 2)
-            results.append(scaled_dot_product_attention(own, keys, values, attn_mask=bucket.seen, scale=scaling, enable_gqa=grouped))
+            results.append(attention(own, keys, values, how, bucket.seen(how.window)))
         return torch.cat([r.transpose(1, 2).flatten(0, 1) for r in results])[self.order][None]
 
     def to(self, device: object) -> Trees:
-        for owner, name in [(self, "prompts"), (self, "order"), *((b, n) for b in self.buckets for n in ("queries", "keys", "seen"))]:
+        for owner, name in [(self, "prompts"), (self, "order"), *((b, n) for b in self.buckets for n in ("queries", "keys", "last"))]:
             setattr(owner, name, getattr(owner, name).to(device))
         return self
 
@@ -76,6 +87,6 @@ class Trees:
 def _bucket(branches: list[tuple[Tensor, Tensor]]) -> _Bucket:
     queries = pad_sequence([branch for _, branch in branches], batch_first=True)
     keys = pad_sequence([torch.cat(pair) for pair in branches], batch_first=True)
-    # token t of a branch sees its prompt and the branch's tokens up to itself: the first P + t + 1 keys
+    # token t of a branch is key P + t after its prompt; padding must see a key too, or its gradient would be 0 · NaN
     last = torch.tensor([len(prompt) for prompt, _ in branches])[:, None, None, None] + torch.arange(queries.shape[1])[:, None]
-    return _Bucket(queries, keys, torch.arange(keys.shape[1]) <= last)
+    return _Bucket(queries, keys, last.clamp(max=keys.shape[1] - 1))

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from hybrid_rl.config import Config, EngineKind, Offload, Reference
 from hybrid_rl.engine.make import choose_engine
 from hybrid_rl.learner import needs
+from hybrid_rl.machine import free_memory
 from hybrid_rl.policy import lora
+from hybrid_rl.policy.attention import configured_windows
 from hybrid_rl.policy.model import LOGIT_CHUNK_ELEMENTS, ModelError, compute_dtype, read_config, reason
+from hybrid_rl.policy.positions import Limit, limits
 from hybrid_rl.processes.ranks import Ranks
 
 GUESSED = ("KV cache", "activations", "logits")  # rules of thumb, or smaller where there is less room
@@ -27,24 +29,61 @@ class RoomError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Numbers of parameters: the policy's, those of it that are trained, and of each model beside it (reference, teacher, critic)."""
+    """Numbers of parameters: the policy's, those of it that are trained, and of each model beside it (reference, teacher, critic).
+
+    `limits` are those of each folder's model on the length of a sample, by setting.
+    """
 
     model: PreTrainedConfig
     parameters: int
     trainable: int
     beside: dict[str, int]
+    limits: dict[str, list[Limit]] = field(default_factory=dict)
 
 
 def measure(config: Config, folder: str | Path) -> Sizes:
     """Without memory for any parameter. Raises ModelError for a bad folder."""
     model = _empty("model.path", str(folder))
+    known = {_named(config): limits(model)}
     parameters = sum(p.numel() for p in model.parameters())
     try:
         lora.inject(model, config.policy.lora)
     except ValueError as error:
         raise ModelError(str(error)) from error
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return Sizes(model.config, parameters, trainable, models_beside(config, parameters))
+    beside = models_beside(config, parameters)
+    others = {"teacher": ("algo.teacher", config.algo.teacher), "critic": ("algo.critic.path", config.algo.critic.path)}
+    for setting, path in (others[role] for role in beside if role in others):
+        if path:
+            known[f"{setting}={path}"] = limits(_empty(setting, path))
+    return Sizes(model.config, parameters, trainable, beside, known)
+
+
+def _named(config: Config) -> str:
+    """The setting that the policy's folder comes from."""
+    return f"model.path={config.model.path}" if config.model.path else f"model.tiny.max_positions={config.model.tiny.max_positions}"
+
+
+def check_lengths(config: Config, sizes: Sizes, demonstration: int) -> list[str]:
+    """Notes about samples longer than a model was made for; `demonstration` is the length of the longest one, 0 without SFT.
+
+    Raises ModelError if a model cannot compute the longest sample of the run.
+    """
+    r, notes = config.rollout, []
+    longest = r.max_prompt_tokens + r.max_tokens
+    sampled = f"rollout.max_prompt_tokens={r.max_prompt_tokens} + rollout.max_tokens={r.max_tokens} = {longest}"
+    for setting, known in sizes.limits.items():
+        lengths = [(longest, sampled, "make them smaller")]
+        if setting == _named(config):
+            lengths.append((demonstration, f"the longest demonstration has {demonstration}", "drop the longer ones"))
+        for limit in known:
+            for length, cause, remedy in lengths:
+                if length > limit.tokens:
+                    line = f"{setting} {limit.reason}, and {cause}"
+                    if limit.hard:
+                        raise ModelError(f"{line}; {remedy}")
+                    notes.append(line)
+    return notes
 
 
 def check_room(config: Config, sizes: Sizes, device: torch.device, ranks: Ranks, folder: Path) -> None:
@@ -62,7 +101,7 @@ def check_room(config: Config, sizes: Sizes, device: torch.device, ranks: Ranks,
         offload = ", or policy.offload=optimizer" if phase == "sampling" else ""
         raise RoomError(
             f"{phase} takes at least {sum(items.values()):.1f} GiB a rank ({what}), and {free / 2**30:.1f} GiB are free; "
-            f"a smaller model, more ranks, policy.lora.rank=16{offload} (docs/memory.md)"
+            f"a smaller model, more ranks, policy.lora.rank=16{offload} (docs/gpus.md)"
         )
     there = next(f for f in (folder, *folder.absolute().parents) if f.is_dir())
     old = sum(f.stat().st_size for f in folder.glob("checkpoints/**/*") if f.is_file())
@@ -72,15 +111,6 @@ def check_room(config: Config, sizes: Sizes, device: torch.device, ranks: Ranks,
             f"checkpoints and the exported model take {missing / 2**30:.1f} GiB, and {left / 2**30:.1f} GiB are free in {there}; make room, "
             f"choose another disk with output_dir, or keep fewer than rl.keep_checkpoints={config.rl.keep_checkpoints}"
         )
-
-
-def free_memory() -> int:
-    """Bytes that this machine can still give, and no more than the container that it may be is allowed."""
-    free = psutil.virtual_memory().available
-    try:
-        return min(free, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    except (OSError, ValueError):  # no container, or one without a limit
-        return free
 
 
 def disk_bytes(config: Config, sizes: Sizes) -> int:
@@ -94,6 +124,21 @@ def disk_bytes(config: Config, sizes: Sizes) -> int:
     most += 12 * rl.keep_best
     reference = sizes.trainable if config.algo.reference == Reference.frozen else 0
     return most * trained + 4 * (reference + sizes.parameters * (1 + (config.model.path is None)))
+
+
+BYTES_A_TOKEN = 10  # of a sampled token in a rollouts file: id, log-probability and text, compressed; prompts cost little, once a group
+
+
+def rollout_bytes(config: Config, held_out: int) -> int:
+    """Return the size of the rollouts that stay on the disk, with completions of rollout.max_tokens and without replaced groups.
+
+    `held_out` is the number of tasks that an evaluation has.
+    """
+    rl, r = config.rl, config.rollout
+    kept = min(rl.steps, r.keep_steps + 1) if r.keep_steps else rl.steps
+    evaluations = 1 + bool(config.sft.steps) + bool(rl.steps) + (kept // rl.eval_every if rl.eval_every else 0)
+    tasks = min(held_out, config.eval.max_tasks or held_out)
+    return BYTES_A_TOKEN * r.max_tokens * (kept * r.batch_size + evaluations * tasks * config.eval.samples)
 
 
 def models_beside(config: Config, parameters: int) -> dict[str, int]:
@@ -114,15 +159,17 @@ def _empty(setting: str, folder: str) -> PreTrainedModel:
     """The folder's model without memory for its parameters."""
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(read_config(folder), trust_remote_code=False)
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(read_config(folder), trust_remote_code=False)
+        configured_windows(model.config)
+        return model
     except ModelError as error:
         raise ModelError(str(error).replace("model.path=", f"{setting}=")) from error
-    except ValueError as error:  # a configuration of something that is no causal LM
+    except ValueError as error:  # no causal LM, or one with layers that are not supported
         raise ModelError(f"{setting}={folder} cannot be loaded: {reason(error)}") from error
 
 
 def memory_by_phase(config: Config, sizes: Sizes, device: torch.device, ranks: Ranks) -> dict[str, dict[str, float]]:
-    """GiB that one rank holds in each phase, by arithmetic and not measurement (docs/memory.md has the table).
+    """GiB that one rank holds in each phase, by arithmetic and not measurement (docs/gpus.md has the table).
 
     Of reference, teacher and critic one is idle while another computes, and on a GPU on the host then, but for the critic, which keeps its
     place while the policy learns. Activations are a rule of thumb: 34 values a token and hidden unit in each layer, or one where they are computed again.

@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hybrid_rl.config import Config, ConfigError, EngineKind, KlEstimator, KlPlace, OldLogprobs, Reference
+from hybrid_rl.engine.sglang.interface import unusable
 from hybrid_rl.preflight.names import (
     PARTS,
     check_names,
@@ -250,8 +251,8 @@ def _problems(c: DictConfig) -> Iterator[tuple[str, str]]:
         yield "model.tiny.kv_heads", f"must divide model.tiny.heads={t.heads}"
     if t.head_dim % 2:
         yield "model.tiny.head_dim", f"must be even (rotary embedding); the nearest is {t.head_dim + 1}"
-    if c.engine.kind == EngineKind.sglang and importlib.util.find_spec("sglang") is None:
-        yield "engine.kind", "SGLang is not installed; pip install -e '.[sglang]', or engine=local"
+    if c.engine.kind == EngineKind.sglang and (why := unusable()):
+        yield "engine.kind", why
     if c.engine.tensor_parallel > 1 and c.engine.kind == EngineKind.local:
         yield "engine.tensor_parallel", "is sglang's; engine=local holds the whole weights on every rank, set it to 1"
     elif c.ranks % c.engine.tensor_parallel:
@@ -365,7 +366,7 @@ LEAST = {
     "policy.max_bad_steps": 1, "policy.shard": 0, "policy.lora.rank": 0, "policy.lora.alpha": 1, "handover.bucket_mib": 1,
     "sft.steps": 0, "sft.batch_size": 1, "sft.checkpoint_every": 0, "rl.steps": 0, "algo.minibatches": 1, "algo.epochs": 1,
     "algo.kl.horizon": 1, "algo.critic.warmup_steps": 0, "algo.critic.optimizer.warmup_steps": 0,
-    "rl.checkpoint_every": 1, "rl.keep_checkpoints": 1, "rl.eval_every": 0, "eval.temperature": 0, "eval.samples": 1,
+    "rl.checkpoint_every": 1, "rl.keep_checkpoints": 1, "rl.eval_every": 0, "rl.max_empty_steps": 0, "rollout.keep_steps": 0, "eval.temperature": 0, "eval.samples": 1,
     "eval.max_tasks": 0, "threads": 0, "ranks": 0, "seed": 0, "data_seed": 0, "sft.optimizer.warmup_steps": 0, "rl.optimizer.warmup_steps": 0,
     "sft.optimizer.weight_decay": 0, "rl.optimizer.weight_decay": 0, "model.tiny.layers": 1, "model.tiny.heads": 1,
     "model.tiny.kv_heads": 1, "model.tiny.hidden_size": 1, "model.tiny.head_dim": 2, "model.tiny.intermediate_size": 1,

@@ -6,7 +6,8 @@ does not say that it waits, hangs: every rank is made to write down its threads'
 A run of one rank looks at itself, from a thread.
 
 A rank that waits may do so for any time while the one it waits for gets on. Before the first phase, where models and data are loaded and
-nobody can say how long that takes, a rank hangs only where another one has waited for it that long.
+nobody can say how long that takes, a rank hangs only where another one has waited for it that long. Ranks that have ended are not looked at,
+and the others still are.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def phase(name: str) -> Iterator[None]:
     try:
         yield
     finally:
-        _own.name = before
+        _own.name = before if before != START.encode() else f"after {name}".encode()[:64]  # what comes after the first phase is no loading
         _own.put()
 
 
@@ -135,8 +136,11 @@ class Watch:
         self.folder, self.timeout, self.stacks = folder, timeout, stacks
         self._next = 0.0
 
-    def look(self, pids: Mapping[int, int]) -> None:
-        """Once a second at most. Raises Hangs, every rank's stacks collected, where one does not get on; `pids` are their processes."""
+    def look(self, pids: Mapping[int, int], ended: Sequence[int] = ()) -> None:
+        """Look once a second at most. Raises Hangs, every rank's stacks collected, if one does not get on.
+
+        `pids` are the processes of the ranks that run; `ended` are the ranks that do not run any more.
+        """
         now = time.monotonic()
         if now < self._next:
             return
@@ -149,7 +153,7 @@ class Watch:
             hung = [note for note in hung if not _in_collective(stacks[note.rank])] or hung
         else:  # one that does not even answer was stopped while it waited
             hung = [note for note in hung if not stacks[note.rank]] or hung
-        raise Hangs(describe(notes, hung, stacks, self.timeout, self.stacks))
+        raise Hangs(describe(notes, hung, stacks, self.timeout, self.stacks, ended))
 
     def _read(self, rank: int) -> Note | None:
         with suppress(OSError, struct.error):
@@ -195,8 +199,10 @@ def _in_collective(frames: Sequence[str]) -> bool:
     return any("/torch/distributed/" in frame for frame in frames[:3])
 
 
-def describe(notes: Sequence[Note], hung: Sequence[Note], stacks: Stacks, timeout: float, folder: Path, most: int = 8) -> str:
-    """Who hangs, in which phase, since when; then the innermost frames of every rank."""
+def describe(
+    notes: Sequence[Note], hung: Sequence[Note], stacks: Stacks, timeout: float, folder: Path, ended: Sequence[int] = (), most: int = 8
+) -> str:  # fmt: skip
+    """Who hangs, in which phase, since when; then the innermost frames of every rank that runs."""
     now = time.monotonic()
 
     def since(note: Note) -> str:
@@ -205,7 +211,9 @@ def describe(notes: Sequence[Note], hung: Sequence[Note], stacks: Stacks, timeou
     lines = [f"hybrid_rl: rank {note.rank} hangs in phase {note.phase}: {since(note)}, rank_timeout={timeout:g}" for note in hung]
     mutual = all(note.waits and stacks[note.rank] for note in hung)
     if mutual:
-        lines = [f"hybrid_rl: all ranks wait for each other: {since(max(hung, key=lambda n: n.at))}, rank_timeout={timeout:g}"]
+        whom = f"rank {', '.join(map(str, ended))} (ended)" if ended else "each other"
+        who = "all ranks wait" if len(notes) > 1 else f"rank {notes[0].rank} waits"
+        lines = [f"hybrid_rl: {who} for {whom}: {since(max(hung, key=lambda n: n.at))}, rank_timeout={timeout:g}"]
     for note in notes:
         doing = "hangs" if note in hung and not mutual else "waits for the others"
         lines.append(f"  rank {note.rank}, phase {note.phase}, {doing}:")

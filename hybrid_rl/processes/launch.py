@@ -151,8 +151,8 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], watched: hangs.Watch | N
             for i, process in enumerate(processes):
                 if i not in ended:
                     process.send_signal(asked())
-        if watched and not ended:
-            watched.look(pids)
+        if watched:
+            watched.look({rank: pid for rank, pid in pids.items() if rank not in ended}, sorted(ended))
         time.sleep(0.05)
 
 

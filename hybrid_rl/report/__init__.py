@@ -22,7 +22,8 @@ from hybrid_rl.report.charts import (
     shown,
     speed_charts,
 )
-from hybrid_rl.report.samples import evaluation_cases, last_step_cases, markdown
+from hybrid_rl.report.console import NOTHING, visible
+from hybrid_rl.report.samples import evaluation_cases, markdown, step_cases
 
 Row = tuple[str, ...]
 COUNTERS = {
@@ -30,8 +31,9 @@ COUNTERS = {
     "replacement_rounds": "rounds of replacing groups without a signal",
     "reward_errors": "rewards that failed",
     "missing_groups": "groups missing after the last replacement",
-    "skipped": "optimizer steps skipped (non-finite gradient)",
+    "skipped": "optimizer steps skipped (non-finite number)",
 }
+MAX_STEP = 2**53  # the largest whole number that a chart can tell from its neighbours
 MAX_ALARMS = 40  # steps with an alarm that are listed
 
 
@@ -70,19 +72,20 @@ def write_report(run_dir: Path, summary: dict[str, Any] | None = None) -> Path:
 
     run = read_run(Path(run_dir), summary)
     facts, alarms = _facts(run), _alarms(run)
-    evaluations = evaluation_cases(run.folder / "rollouts")
-    step, last = last_step_cases(run.folder / "rollouts")
-    # Completions, and all else that a run wrote, are untrusted: autoescape for every value; only the charts are marked safe.
+    evaluations, steps = evaluation_cases(run.folder / "rollouts"), step_cases(run.folder / "rollouts")
+    # Completions, and all else that a run wrote, are untrusted: autoescape for every value, and nothing is marked safe.
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     html = environment.get_template("template.html.jinja").render(
         title=facts["name"],
         facts=[value for key, value in facts.items() if key != "name" and value],
+        method=_method(run.config),
+        nothing=_nothing(run),
         state=_state(run),
         cards=[_evaluation_cards(run), _cards(run)],
         charts={
-            "Learning": learning_charts(run.sft, run.evals, run.rl),
+            "Learning": learning_charts(run.sft, run.evals, run.rl, _right(run)),
             "Health": health_charts(run.rl),
             "Speed and memory": speed_charts(run.rl),
         },
@@ -92,16 +95,15 @@ def write_report(run_dir: Path, summary: dict[str, Any] | None = None) -> Path:
         alarms=alarms[:MAX_ALARMS],
         more_alarms=len(alarms[MAX_ALARMS:]),
         evaluations=evaluations,
-        step=step,
-        last=last,
+        steps=steps,
         config=run.config_text,
         environment=_environment(run),
     )
     report = run.folder / "report.html"
-    samples = markdown(" ".join([facts["name"], facts["date"]]).strip(), evaluations, step, last)
+    samples = markdown(" ".join([facts["name"], facts["date"]]).strip(), evaluations, steps)
     for path, text in ((run.folder / "samples.md", samples), (report, html)):
         with atomic_file(path) as file:
-            file.write(text.encode("utf-8", "replace"))
+            file.write(visible(text).encode())
     return report
 
 
@@ -116,7 +118,7 @@ def read_run(folder: Path, summary: dict[str, Any] | None = None) -> Run:
     for position, line in enumerate(lines):
         record = _json(line)
         stage, step = record.get("stage"), record.get("step")
-        if isinstance(stage, str) and isinstance(step, int) and isinstance(record.setdefault("name", ""), str):
+        if isinstance(stage, str) and type(step) is int and 0 <= step <= MAX_STEP and isinstance(record.setdefault("name", ""), str):
             records[stage, record["name"], step] = record
         elif line.strip() and position < len(lines) - 1:
             broken += 1
@@ -133,19 +135,62 @@ def _facts(run: Run) -> dict[str, str]:
     date = re.search(r"(\d{4}-\d\d-\d\d)[ _T-](\d\d)[-:.]?(\d\d)(?:[-:.]?(\d\d))?", folder)
     seed = run.summary.get("seed", run.config.get("seed"))
     model, parameters = _mapping(run.summary, "model"), number(_mapping(run.summary, "model").get("parameters"))
-    path = str(model.get("path") or _mapping(run.config, "model").get("path") or ("embedded tiny model" if run.config or model else ""))
+    path = _text(model.get("path") or _mapping(run.config, "model").get("path") or ("embedded tiny model" if run.config or model else ""))
     return {
-        "name": str(run.summary.get("name") or run.config.get("name") or folder),
+        "name": _text(run.summary.get("name") or run.config.get("name")) or folder,
         "date": f"{date[1]} {date[2]}:{date[3]}" if date else "",
-        "seed": "" if seed is None else f"seed {seed}",
+        "seed": "" if seed is None else f"seed {_text(seed)}",
         "model": path + ("" if math.isnan(parameters) else f" ({_parameters(parameters)} parameters)"),
     }
+
+
+def _method(config: dict[str, Any]) -> list[str]:
+    """Algorithm, learning rate and batch, as far as the configuration says."""
+    algo, rl, r = (_mapping(config, key) for key in ("algo", "rl", "rollout"))
+    optimizer = _mapping(rl, "optimizer")
+    parts = [_part(_mapping(algo, name)) for name in ("advantage", "loss", "aggregation")]
+    parts += [_part(part) for part in _mapping(algo, "correction").values() if isinstance(part, dict)]
+    if number(_mapping(algo, "kl").get("coef")) > 0:
+        parts.append(f"KL {shown(_mapping(algo, 'kl')['coef'])}")
+    rate, size, group = number(optimizer.get("lr")), number(r.get("batch_size")), number(r.get("group_size"))
+    updates = number(algo.get("minibatches")) * number(algo.get("epochs"))
+    said = [
+        " + ".join(part for part in parts if part),
+        "" if math.isnan(rate) else f"learning rate {shown(rate)} {_text(optimizer.get('schedule'))}".strip(),
+        f"{shown(size / group)} tasks × {shown(group)} rollouts a step" if size and group > 0 else "",
+        f"{shown(updates)} update{'s' * (updates != 1)} a step" if updates > 0 else "",
+    ]
+    return [text for text in said if text] if rl.get("steps") else []
+
+
+def _part(part: dict[str, Any]) -> str:
+    """The name of an algorithm's part: the file's name of those that come along, the whole path of others."""
+    return re.sub(r"^hybrid_rl\.algo\.(aggregation\.)?|(?<=\w)\.(advantages|loss|correct)$", "", _text(part.get("_target_")))
+
+
+def _right(run: Run) -> str:
+    """When an evaluation's sample counts as correct."""
+    least = number(_mapping(run.config, "eval").get("pass_reward"))
+    return "" if math.isnan(least) else f"reward ≥ {shown(least)}"
+
+
+def _nothing(run: Run) -> str:
+    """Said in large letters if no RL step trained anything: how many there were, and why."""
+    reasons = [_text(r.get("nothing_trained")) for r in run.rl]
+    if not reasons or not all(reasons):
+        return ""
+    why = [f"in {reasons.count(name)} of them {NOTHING[name][0]}" for name in dict.fromkeys(reasons) if name in NOTHING]
+    remedy = NOTHING[reasons[-1]][1] if reasons[-1] in NOTHING else ""
+    return f"None of {len(reasons)} RL steps had an update: {'; '.join(why)}. What to do: {remedy}."
 
 
 def _state(run: Run) -> str:
     """Said on top where the run has not ended, or its record has holes."""
     planned = number(_mapping(run.config, "rl").get("steps"))
     notes = []
+    empty = [r["step"] for r in run.rl if r.get("nothing_trained")]
+    if empty and not _nothing(run):
+        notes.append(f"Nothing was trained in {len(empty)} of {len(run.rl)} RL steps, first in step {empty[0]}.")
     if not run.summary:
         done = f"{run.rl[-1]['step']} of {shown(planned)} RL steps" if run.rl else "no RL step yet"
         notes.append(f"Not finished: {done}.")
@@ -159,15 +204,20 @@ def _state(run: Run) -> str:
 def _evaluation_cards(run: Run) -> list[dict[str, str]]:
     """Reward before, after SFT, after RL: each with its standard error and the change from the one before."""
     cards: list[dict[str, str]] = []
-    before = math.nan
+    before, right = math.nan, _right(run)
     for name, (label, *_) in EVALUATIONS.items():
         record = run.evaluation(name)
         reward, tasks = number(record.get("reward")), number(record.get("tasks"))
         error = number(record.get("reward_std")) / math.sqrt(tasks) if tasks > 0 else math.nan
         note = "" if math.isnan(error) else f"± {error:.2g} standard error, {shown(tasks)} tasks"
         correct = number(record.get("correct"))
-        note += "" if math.isnan(correct) else f"{', ' if note else ''}{shown(correct, percent=True)} correct"
-        change = "" if math.isnan(reward - before) else f"{reward - before:+.3f}".replace("-", "\N{MINUS SIGN}")
+        note += (
+            ""
+            if math.isnan(correct)
+            else f"{', ' if note else ''}{shown(correct, percent=True)} correct" + (f" ({right})" if right else "")
+        )
+        moved = reward - before
+        change = f"{moved:+.3f}".replace("-", "\N{MINUS SIGN}") if abs(moved) < 1e6 else ""
         cards.append({"label": f"reward, {label}", "value": shown(reward), "change": change, "note": note})
         before = before if math.isnan(reward) else reward
     return cards
@@ -220,11 +270,16 @@ def _counters(run: Run) -> list[Row]:
 def _alarms(run: Run) -> list[Row]:
     """(step, names of the alarms that began with it) of the steps that had any."""
     named = [(str(r["step"]), r.get("alarms")) for r in run.rl]
-    return [(step, ", ".join(map(str, names))) for step, names in named if isinstance(names, list) and names]
+    return [(step, ", ".join(map(_text, names))) for step, names in named if isinstance(names, list) and names]
 
 
 def _environment(run: Run) -> list[Row]:
-    return [(str(key), str(value)) for group in ("versions", "machine") for key, value in _mapping(run.summary, group).items()]
+    return [(str(key), _text(value)) for group in ("versions", "machine") for key, value in _mapping(run.summary, group).items()]
+
+
+def _text(value: object) -> str:
+    """A text or a number as a text; "" for what is neither, which may be nested to any depth."""
+    return str(value) if isinstance(value, str | int | float) else ""
 
 
 def _mapping(record: dict[str, Any], key: str) -> dict[str, Any]:
@@ -257,7 +312,7 @@ def _read(path: Path) -> str:
 def _json(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 
@@ -267,6 +322,6 @@ def _yaml(text: str) -> dict[str, Any]:
 
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError:
+    except Exception:  # PyYAML raises whatever a damaged file provokes in it
         return {}
     return value if isinstance(value, dict) else {}

@@ -1,23 +1,19 @@
-"""The report's charts: small inline SVGs of one size, whose text stays text and whose colours the page's CSS decides.
+"""The report's charts as paths to draw: the template turns them into small inline SVGs, whose colours the page's CSS decides.
 
-Titles and legends are the page's HTML, so that no text of a run ever enters an SVG. matplotlib is loaded on first use.
+Every text stays text, and passes through the template's escaping like all else that a run wrote.
 """
 
 from __future__ import annotations
 
-import io
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from typing import Any
 
 Record = dict[str, Any]
-Draw = Callable[["Axes"], None]
 Curves = dict[str, list[float]]  # label → one value a step, NaN where there is none
+Point = tuple[float, float]
 
 PHASES = ("rollout", "sleep", "update", "handover", "evaluate", "checkpoint")  # first, so that each keeps its colour in every report
 EVALUATIONS = {
@@ -27,19 +23,14 @@ EVALUATIONS = {
     "rl": ("after RL", "solid", 3),
 }  # label, line, colour
 CLIPPED = {"clip_fraction": "low and high", "clip_low": "low side", "clip_high": "high side", "clip_dual": "dual clip"}
+GROUPS = {"silent_groups": "silent, replaced", "missing_groups": "missing from the batch"}
 QUANTILES = {"p50": "median", "p01": "1st percentile", "p99": "99th percentile", "max": "largest"}
+COLOURS = 8  # of the CSS variables --c1 … --c8
 MAX_BARS = 60  # of a stacked chart; more steps are averaged
-
-# matplotlib wants real colours: these stand for the CSS variables --c0 … --c9 and are replaced in the finished SVG.
-COLOURS = [f"#0a0c{number:02d}" for number in range(10)]
-INK, GRID, SERIES = COLOURS[0], COLOURS[9], COLOURS[1:9]
-STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 10, "text.parse_math": False, "text.color": INK,
-    "axes.edgecolor": GRID, "axes.labelcolor": INK, "axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False, "grid.color": GRID, "grid.linewidth": 0.6,
-    "xtick.color": GRID, "ytick.color": GRID, "xtick.labelcolor": INK, "ytick.labelcolor": INK, "ytick.major.size": 0,
-    "lines.markersize": 3, "savefig.transparent": True,
-}  # fmt: skip
+MAX_POINTS = 800  # of a curve; of more only the lowest and highest at a place are drawn
+CURVE = 3  # points that make a curve: fewer are drawn without a line between them
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 340.0, 186.0, 48.0, 334.0, 8.0, 150.0  # of the SVG, and of the area of its axes
+HUGE = 1e308  # an axis ends here
 
 
 @dataclass(frozen=True)
@@ -50,40 +41,88 @@ class Legend:
 
 
 @dataclass(frozen=True)
+class Shape:
+    """`kind` is a CSS class of the template: line, dots, band, bars; or rule with a border style."""
+
+    kind: str
+    colour: int
+    path: str
+
+
+@dataclass(frozen=True)
 class Chart:
     title: str
     unit: str
-    svg: str  # safe to put into a page as it is
+    x_label: str
+    x_ticks: Sequence[tuple[str, str]]  # (place, label)
+    y_ticks: Sequence[tuple[str, str]]
+    shapes: Sequence[Shape]
     legend: tuple[Legend, ...] = ()
     latest: str = ""  # the newest value, to read without the axis
 
 
+@dataclass(frozen=True)
+class Axis:
+    """Maps values from `low` to `high` to places from `start` to `end`."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool = False
+
+    def place(self, value: float) -> float:
+        low, high, at = (
+            math.log10(v) if self.log else v / 2 for v in (self.low, self.high, value)
+        )  # halves: a difference is never infinite
+        return self.start + (self.end - self.start) * ((at - low) / (high - low))
+
+    def values(self, most: int = 5, whole: bool = False) -> list[float]:
+        """At most about `most` round values on the axis."""
+        if self.log:
+            first, last = math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9)
+            return [10.0**power for power in range(first, last + 1, max(1, math.ceil((last - first) / most)))]
+        raw = self.high / most - self.low / most
+        power = 10.0 ** math.floor(math.log10(raw))
+        step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * (1 - 1e-9))
+        step = max(1.0, round(step)) if whole else step
+        return [i * step for i in range(math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9) + 1)]
+
+
 def number(value: object) -> float:
     """The value as a float; NaN for whatever is not a finite number, so that a chart shows a gap and a table a dash."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
-    return float(value)
+    try:
+        return float(value) if math.isfinite(value) else math.nan
+    except OverflowError:  # a whole number beyond floats
+        return math.nan
 
 
 def shown(value: object, percent: bool = False) -> str:
     """A number for people: three significant digits, thousands separated, a dash where there is none."""
     x = number(value)
+    if percent:
+        return f"{_short(100 * x)} %" if math.isfinite(100 * x) else "–"
     if math.isnan(x):
         return "–"
-    if percent:
-        return f"{100 * x:.3g} %"
-    return f"{x:,.0f}" if abs(x) >= 1000 else re.sub(r"e-0*", "e-", f"{x:.3g}")
+    return f"{x:,.0f}" if 1000 <= abs(x) < 1e9 else _short(x)
 
 
-def learning_charts(sft: Sequence[Record], evals: Sequence[Record], rl: Sequence[Record]) -> list[Chart]:
-    """Reward by step with the evaluations, by its parts and by source, what evaluations find right, and the SFT loss."""
+def _short(x: float, digits: int = 3) -> str:
+    return re.sub(r"e([+-])0*", r"e\1", f"{x:.{digits}g}").replace("e+", "e")
+
+
+def learning_charts(sft: Sequence[Record], evals: Sequence[Record], rl: Sequence[Record], right: str) -> list[Chart]:
+    """Reward by step with the evaluations, by its parts and by source, what evaluations find right (`right` says when), rates, and the SFT loss."""
     at_steps = _one_a_step(evals)
     charts = (
         _reward(evals, rl),
-        _named("Parts of the reward", "mean", rl, "parts"),
+        _named("Parts of the reward", "mean", rl, "parts", least=2),
         _named("Reward by source", "mean", rl, "sources"),
-        _correct(at_steps),
+        _correct(at_steps, right),
         _named("Evaluation by source", "mean reward", at_steps, "sources"),
+        _line("Learning rate", "of the policy", rl, "lr", from_zero=True),
         _line("SFT loss", "nats a token", sft, "loss", "SFT step"),
     )
     return [chart for chart in charts if chart]
@@ -97,6 +136,7 @@ def health_charts(rl: Sequence[Record]) -> list[Chart]:
         _line("Completion length", "tokens, mean", rl, "length", from_zero=True),
         _line("Truncated", "share of completions", rl, "truncated", percent=True),
         _line("Repetition", "share of 4-grams", rl, "repetition", percent=True),
+        _lines("Groups without a signal", "number", _steps(rl), _fixed(rl, GROUPS), from_zero=True),
         _line("Entropy", "nats a token", rl, "entropy", from_zero=True),
         _line("Mismatch KL", "nats, log scale" if positive else "nats a token", rl, "mismatch_kl", log=positive),
         _line("Reference KL", "nats a token", rl, "reference_kl", from_zero=True),
@@ -132,7 +172,7 @@ def phase_seconds(rl: Sequence[Record]) -> dict[str, list[float]]:
 
 
 def phase_colour(name: str, position: int) -> int:
-    return 1 + (PHASES.index(name) if name in PHASES else position) % len(SERIES)
+    return 1 + (PHASES.index(name) if name in PHASES else position) % COLOURS
 
 
 def _steps(records: Sequence[Record]) -> list[int]:
@@ -166,43 +206,26 @@ def _one_a_step(evals: Sequence[Record]) -> list[Record]:
     return [newest[step] for step in sorted(newest)]
 
 
-def _plot(axes: Axes, x: Sequence[int], y: Sequence[float], colour: int) -> None:
-    # A point between two gaps has no line to be seen by, so short or broken curves get marks.
-    sparse = len(x) <= 30 or any(math.isnan(value) for value in y)
-    axes.plot(x, y, color=COLOURS[colour], marker="o" if sparse else None, linewidth=1.5 if len(x) <= 300 else 0.7)
-
-
 def _line(
-    title: str, unit: str, records: Sequence[Record], key: str, xlabel: str = "RL step",
+    title: str, unit: str, records: Sequence[Record], key: str, x_label: str = "RL step",
     from_zero: bool = False, percent: bool = False, log: bool = False,
 ) -> Chart | None:  # fmt: skip
-    return _lines(title, unit, _steps(records), {"": _values(records, key)}, xlabel, from_zero, percent, log)
+    return _lines(title, unit, _steps(records), {"": _values(records, key)}, x_label, from_zero, percent, log)
 
 
 def _lines(
-    title: str, unit: str, x: Sequence[int], curves: Curves, xlabel: str = "RL step",
+    title: str, unit: str, x: Sequence[int], curves: Curves, x_label: str = "RL step",
     from_zero: bool = False, percent: bool = False, log: bool = False,
 ) -> Chart | None:  # fmt: skip
     """A curve for each label, its newest value in the legend, or beside the title where it has no label. None without a finite value."""
     finite = _finite(curves)
     if not finite:
         return None
-
-    def draw(axes: Axes) -> None:
-        for position, y in enumerate(curves.values()):
-            _plot(axes, x, y, 1 + position)
-        low, high = min(finite), max(finite)
-        if log:
-            low, high = 10.0 ** math.floor(math.log10(low)), 10.0 ** math.ceil(math.log10(high))
-            axes.set_yscale("log")
-            axes.set_ylim(low, high if high > low else 10 * low)
-            axes.minorticks_off()
-        elif (from_zero or percent) and low >= 0:
-            axes.set_ylim(0, 1.1 * high or (0.1 if percent else 1.0))
-
+    down, across = _vertical(finite, from_zero or percent, log, 0.1 if percent else 1.0), _across(x)
+    shapes = [shape for position, y in enumerate(curves.values()) for shape in _curve(across, down, x, y, 1 + position)]
     newest = {label: shown(found[-1] if (found := _finite({"": y})) else math.nan, percent) for label, y in curves.items()}
     legend = tuple(Legend(f"{label} {newest[label]}", 1 + position) for position, label in enumerate(curves) if label)
-    return Chart(title, unit, _svg(title, draw, xlabel, percent), legend, newest.get("", ""))
+    return _chart(title, unit, across, down, shapes, legend, newest.get("", ""), x_label, percent)
 
 
 def _ratios(title: str, unit: str, rl: Sequence[Record], prefix: str) -> Chart | None:
@@ -213,113 +236,176 @@ def _ratios(title: str, unit: str, rl: Sequence[Record], prefix: str) -> Chart |
     return _lines(title, unit + (", log scale" if wide else ""), _steps(rl), curves, log=wide)
 
 
-def _named(title: str, unit: str, records: Sequence[Record], key: str) -> Chart | None:
-    """A curve for each name in the mappings under a key, as far as there are colours."""
+def _named(title: str, unit: str, records: Sequence[Record], key: str, least: int = 1) -> Chart | None:
+    """A curve for each name in the mappings under a key, as far as there are colours; None with fewer than `least` names."""
     inner = _inner(records, key)
     names = sorted({str(name) for step in inner for name in step})
-    drawn = names[: len(SERIES)]
+    drawn = names[:COLOURS]
     unit += f", {len(drawn)} of {len(names)}" if len(names) > len(drawn) else ""
-    return _lines(title, unit, _steps(records), {name: [number(step.get(name)) for step in inner] for name in drawn})
+    curves = {name: [number(step.get(name)) for step in inner] for name in drawn}
+    return _lines(title, unit, _steps(records), curves) if len(names) >= least else None
 
 
-def _correct(evals: Sequence[Record]) -> Chart | None:
+def _correct(evals: Sequence[Record], right: str) -> Chart | None:
     """pass@k where a task was sampled several times, else the share of right samples."""
     inner = _inner(evals, "pass_at")
-    ks = sorted({str(k) for step in inner for k in step}, key=lambda k: (len(k), k))[: len(SERIES)]
+    ks = sorted({str(k) for step in inner for k in step}, key=lambda k: (len(k), k))[:COLOURS]
     if not ks:
-        return _line("Evaluation: correct", "share of samples", evals, "correct", percent=True)
+        return _line("Evaluation: correct", f"share of samples{right and ', ' + right}", evals, "correct", percent=True)
     curves = {f"pass@{k}": [number(step.get(k)) for step in inner] for k in ks}
-    return _lines("Evaluation: pass@k", "share of tasks, k tries", _steps(evals), curves, percent=True)
+    return _lines("Evaluation: pass@k", f"share of tasks, k tries{right and ', ' + right}", _steps(evals), curves, percent=True)
 
 
 def _reward(evals: Sequence[Record], rl: Sequence[Record]) -> Chart | None:
-    x, mean, spread = _steps(rl), _values(rl, "reward"), _values(rl, "reward_std")
+    x, mean = _steps(rl), _values(rl, "reward")
+    band = [_band(r) for r in rl]
     marks = {e["name"]: value for e in evals if e["name"] in EVALUATIONS and not math.isnan(value := number(e.get("reward")))}
-    between = [(e["step"], number(e.get("reward"))) for e in evals if e["name"] == "step"]
+    between = [(e["step"], value) for e in evals if e["name"] == "step" and not math.isnan(value := number(e.get("reward")))]
     finite = [value for value in mean if not math.isnan(value)]
     if not finite and not marks:
         return None
-    legend = [Legend("mean of a step", 1), Legend("± one standard deviation", 1, "band")] if finite else []
+    legend = [Legend("mean of a step", 1), Legend("± one standard deviation, within the step's rewards", 1, "band")] if finite else []
     legend += [Legend("evaluation", 3, "dot")] if between else []
     for name, value in marks.items():
         label, line, colour = EVALUATIONS[name]
         legend.append(Legend(f"{label} {shown(value)}", colour, line))
+    everything = [*finite, *marks.values(), *(v for _, v in between), *(v for pair in band for v in pair if not math.isnan(v))]
+    down, across = _vertical(everything), _across([*x, *(step for step, _ in between)])
+    shapes = _filled(across, down, x, band)
+    for name, value in marks.items():
+        shapes.append(Shape(f"rule {EVALUATIONS[name][1]}", EVALUATIONS[name][2], f"M{LEFT:g} {down.place(value):.1f}H{RIGHT:g}"))
+    shapes += _curve(across, down, x, mean, 1)
+    if between:
+        shapes.append(_dots([(across.place(step), down.place(value)) for step, value in between], 3, "dots big"))
+    return _chart("Reward", "mean", across, down, shapes, tuple(legend), shown(finite[-1]) if finite else "", ticks=bool(x or between))
 
-    def draw(axes: Axes) -> None:
-        low, high = [m - s for m, s in zip(mean, spread, strict=True)], [m + s for m, s in zip(mean, spread, strict=True)]
-        axes.fill_between(x, low, high, color=COLOURS[1], alpha=0.18, linewidth=0)
-        for name, value in marks.items():
-            axes.axhline(value, color=COLOURS[EVALUATIONS[name][2]], linestyle=EVALUATIONS[name][1], linewidth=1.2)
-        _plot(axes, x, mean, 1)
-        if between:
-            axes.plot(*zip(*between, strict=True), "o", color=COLOURS[3], markersize=4.5 if len(between) <= 40 else 2.5)
-        if not x:
-            axes.set_xticks([])
 
-    return Chart("Reward", "mean", _svg("Reward", draw), tuple(legend), shown(finite[-1]) if finite else "")
+def _band(record: Record) -> Point:
+    """Mean ± one standard deviation, cut at the least and the largest reward of the step, which it would otherwise leave."""
+    mean, std = number(record.get("reward")), number(record.get("reward_std"))
+    least, most = number(record.get("reward_min")), number(record.get("reward_max"))
+    low, high = max(-HUGE, mean - std), min(HUGE, mean + std)
+    return (low if math.isnan(least) else max(low, least)), (high if math.isnan(most) else min(high, most))
 
 
 def _phases(rl: Sequence[Record]) -> Chart | None:
+    """Stacked bars of a step's seconds."""
     phases = phase_seconds(rl)
     if not any(map(any, phases.values())):
         return None
     width = math.ceil(len(rl) / MAX_BARS)
-    starts = range(0, len(rl), width)
-
-    def draw(axes: Axes) -> None:
-        base = [0.0] * len(starts)
-        at = [sum(r["step"] for r in rl[i : i + width]) / len(rl[i : i + width]) for i in starts]
-        for position, (name, seconds) in enumerate(phases.items()):
-            height = [sum(seconds[i : i + width]) / len(seconds[i : i + width]) for i in starts]
-            bars = [bar for bar in zip(at, height, base, strict=True) if bar[1] > 0]
-            axes.bar(
-                [b[0] for b in bars], [b[1] for b in bars], bottom=[b[2] for b in bars],
-                width=0.8 * width, color=COLOURS[phase_colour(name, position)], linewidth=0,
-            )  # fmt: skip
-            base = [b + h for b, h in zip(base, height, strict=True)]
-
+    slices = [slice(i, i + width) for i in range(0, len(rl), width)]
+    at = [sum(r["step"] for r in rl[s]) / len(rl[s]) for s in slices]
+    heights = {name: [sum(x / len(seconds[s]) for x in seconds[s]) for s in slices] for name, seconds in phases.items()}
+    totals = [min(HUGE, sum(column)) for column in zip(*heights.values(), strict=True)]
+    down, across = _vertical(totals, from_zero=True), _across(_steps(rl), edge=0.5 * width)
+    half, base = max(0.5, 0.4 * width * (RIGHT - LEFT) / (across.high - across.low)), [0.0] * len(slices)
+    shapes = []
+    for position, (name, column) in enumerate(heights.items()):
+        top = [min(HUGE, b + h) for b, h in zip(base, column, strict=True)]
+        bars = [
+            f"M{across.place(x) - half:.1f} {down.place(b):.1f}V{down.place(t):.1f}h{2 * half:.1f}V{down.place(b):.1f}z"
+            for x, b, t in zip(at, base, top, strict=True) if t > b
+        ]  # fmt: skip
+        shapes.append(Shape("bars", phase_colour(name, position), "".join(bars)))
+        base = top
     legend = tuple(Legend(name, phase_colour(name, i), "box") for i, name in enumerate(phases))
     unit = "seconds a step" + (f", mean of {width}" if width > 1 else "")
     latest = shown(sum(seconds[-1] for seconds in phases.values()))
-    return Chart("Time by phase", unit, _svg("Phases", draw), legend, latest)
+    return _chart("Time by phase", unit, across, down, shapes, legend, latest)
 
 
-def _svg(name: str, draw: Draw, xlabel: str = "RL step", percent: bool = False) -> str:
-    """Draw into an SVG element that fits a page: same bytes for the same data, and `name` keeps its ids apart from other charts'."""
-    import matplotlib
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
+# ---- axes and paths ---------------------------------------------------------------------------------------------------
 
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()  # a user's own matplotlibrc must not change a report
-        matplotlib.rcParams.update(STYLE | {"svg.hashsalt": f"hybrid_rl {name}"})
-        figure = Figure(figsize=(4.6, 2.5))
-        axes = figure.add_axes((0.14, 0.195, 0.84, 0.75))
-        draw(axes)
-        axes.set_xlabel(xlabel, labelpad=3)
-        if len(axes.get_xticks()):
-            left, right = axes.get_xlim()
-            if right - left < 1:  # a single step
-                axes.set_xlim(round((left + right) / 2) - 1, round((left + right) / 2) + 1)
-            axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
-        if axes.get_yscale() == "linear":
-            axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: _tick(100 * y) + " %" if percent else _tick(y)))
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", metadata={"Date": None})
-    return _inline(buffer.getvalue())
+
+def _vertical(values: Sequence[float], from_zero: bool = False, log: bool = False, default: float = 1.0) -> Axis:
+    """An axis that the values fit on, with some air; from 0 on request, where no value is below it, and then to `default` if all are 0."""
+    low, high = max(-HUGE, min(values)), min(HUGE, max(values))
+    if log:
+        low, high = 10.0 ** math.floor(math.log10(low)), 10.0 ** min(308, math.ceil(math.log10(high)))
+        low = low or 1e-307
+        return Axis(low, high if high > low else 10 * low, BOTTOM, TOP, log=True)
+    if from_zero and low >= 0:
+        return Axis(0.0, min(HUGE, 1.1 * high) if high > 1e-300 else default, BOTTOM, TOP)
+    if high - low <= 1e-12 * max(abs(low), abs(high)):  # all equal, but for rounding
+        air = 0.1 * abs(high) if abs(high) > 1e-300 else default
+    else:
+        air = 0.05 * high - 0.05 * low
+    return Axis(max(-HUGE, low - air), min(HUGE, high + air), BOTTOM, TOP)
+
+
+def _across(x: Sequence[int], edge: float = 0.0) -> Axis:
+    """The axis of steps, `edge` of them more on each side; a single step is in its middle."""
+    low, high = (min(x) - edge, max(x) + edge) if x else (0.0, 1.0)
+    return (
+        Axis(low, high, LEFT + 4, RIGHT - 4) if high - low >= 2 else Axis((low + high) / 2 - 1, (low + high) / 2 + 1, LEFT + 4, RIGHT - 4)
+    )
+
+
+def _curve(across: Axis, down: Axis, x: Sequence[int], y: Sequence[float], colour: int) -> list[Shape]:
+    """A line through what was measured, broken at gaps; short or broken curves have dots, and CURVE points are the least for a line."""
+    runs = list(_runs([(across.place(step), down.place(value)) for step, value in zip(x, y, strict=True)]))
+    count = sum(map(len, runs))
+    shapes = []
+    if count >= CURVE:
+        shapes.append(Shape("line", colour, "".join(_path(_thinned(run)) for run in runs if len(run) > 1)))
+    if len(x) <= 30 or len(runs) > 1:  # a point between two gaps has no line to be seen by
+        alone = [p for run in runs for p in (run if len(x) <= 30 else run[:1] if len(run) == 1 else [])]
+        shapes.append(_dots(alone, colour))
+    return [shape for shape in shapes if shape.path]
+
+
+def _filled(across: Axis, down: Axis, x: Sequence[int], band: Sequence[Point]) -> list[Shape]:
+    """The area between the pairs of a band."""
+    edges = [[(across.place(step), down.place(pair[side])) for step, pair in zip(x, band, strict=True)] for side in (0, 1)]
+    gaps = [math.isnan(low[1]) or math.isnan(high[1]) for low, high in zip(*edges, strict=True)]
+    low, high = ([(px, math.nan if gap else py) for (px, py), gap in zip(edge, gaps, strict=True)] for edge in edges)
+    areas = zip(_runs(low), _runs(high), strict=True)
+    return [Shape("band", 1, "".join(f"{_path([*_thinned(a), *reversed(_thinned(b))])}z" for a, b in areas))] if not all(gaps) else []
+
+
+def _runs(points: Sequence[Point]) -> Iterator[list[Point]]:
+    """Parts of a curve without a gap."""
+    run: list[Point] = []
+    for point in points:
+        if not math.isnan(point[1]):
+            run.append(point)
+        elif run:
+            yield run
+            run = []
+    if run:
+        yield run
+
+
+def _thinned(run: list[Point]) -> list[Point]:
+    """Of more points than the eye can tell apart the first, lowest, highest and last at each place."""
+    if len(run) <= MAX_POINTS:
+        return run
+    columns: dict[int, list[Point]] = {}
+    for point in run:
+        columns.setdefault(round(point[0]), []).append(point)
+    kept = (sorted({c[0], min(c, key=lambda p: p[1]), max(c, key=lambda p: p[1]), c[-1]}) for c in columns.values())
+    return [point for column in kept for point in column]
+
+
+def _path(run: Sequence[Point]) -> str:
+    return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in run)
+
+
+def _dots(points: Sequence[Point], colour: int, kind: str = "dots") -> Shape:
+    """Lines of no length, whose round ends are seen."""
+    return Shape(kind, colour, "".join(f"M{x:.1f} {y:.1f}h0" for x, y in points))
+
+
+def _chart(
+    title: str, unit: str, across: Axis, down: Axis, shapes: Sequence[Shape], legend: tuple[Legend, ...], latest: str,
+    x_label: str = "RL step", percent: bool = False, ticks: bool = True,
+) -> Chart:  # fmt: skip
+    x_ticks = [(f"{across.place(v):.1f}", _tick(v)) for v in across.values(6, whole=True)] if ticks else []
+    y_ticks = [(f"{down.place(v):.1f}", shown(v, percent=True) if percent else _tick(v)) for v in down.values()]
+    return Chart(title, unit, x_label, x_ticks, y_ticks, shapes, legend, latest)
 
 
 def _tick(value: float) -> str:
-    text = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-    return re.sub(r"e([+-])0*", r"e\1", text).replace("e+", "e").replace("-", "\N{MINUS SIGN}")
-
-
-def _inline(svg: str) -> str:
-    """An SVG file as an element of an HTML page: no prologue, metadata, namespaces, ids of groups or style of its own."""
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", svg, flags=re.DOTALL)
-    head, body = svg.split(">", 1)
-    head = re.sub(r'\s(xmlns(:\w+)?|version|width|height)="[^"]*"', "", head) + ' aria-hidden="true"'
-    body = re.sub(r'<g id="[^"]*"', "<g", body).replace("xlink:href", "href")
-    return re.sub(r"#0a0c0(\d)", r"var(--c\1)", f"{head}>{body}").strip()
+    text = f"{value:,.0f}" if 1000 <= abs(value) < 1e6 else _short(value, 4)
+    return text.replace("-", "\N{MINUS SIGN}")

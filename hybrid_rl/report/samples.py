@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_rl.report.charts import EVALUATIONS, number, shown
+from hybrid_rl.report.console import visible
 
 EVALUATED = 6  # tasks shown before and after
 HEAD, TAIL = 3000, 1500  # characters kept of a long text; the end holds the answer
@@ -50,32 +51,42 @@ def evaluation_cases(rollouts: Path) -> list[Case]:
     return [_case(_heading(first[task]), [(label, rows[task]) for label, rows in columns.items()]) for task in chosen]
 
 
-def last_step_cases(rollouts: Path) -> tuple[int, list[Case]]:
-    """The newest step that can be read (0: none), and its best, median, worst and, if any, first failed rollout."""
-    for path in sorted(rollouts.glob("step_*.parquet"), key=_step, reverse=True):
-        rows = _read(path)
-        if rows:
-            scored = sorted(
-                (row for row in rows if row["reward"] is not None), key=lambda row: (-row["reward"], row["group_id"], row["index"])
-            )
-            places = {0: "best", len(scored) // 2: "median", len(scored) - 1: "worst"} if scored else {}
-            if len(scored) == 2:
-                places = {0: "best", 1: "worst"}
-            picked = [(label, scored[place]) for place, label in sorted(places.items())]
-            picked += [("failed", row) for row in rows if row["reward"] is None][:1]
-            return _step(path), [_case(f"{label.capitalize()}: {_heading(row)}", [(label, row)]) for label, row in picked]
-    return 0, []
+def step_cases(rollouts: Path) -> list[tuple[int, list[Case]]]:
+    """The first, the middle and the newest RL step whose rollouts can be read, each with its cases; fewer if there are fewer."""
+    paths = sorted(rollouts.glob("step_*.parquet"), key=_step)
+    found: dict[Path, list[Case]] = {}
+    for order in (paths[::-1], paths, paths[len(paths) // 2 :]):
+        for path in order:
+            if cases := found.get(path) or _cases_of_step(path):
+                found[path] = cases
+                break
+    return [(_step(path), found[path]) for path in paths if path in found]
 
 
-def markdown(title: str, evaluations: Sequence[Case], step: int, last: Sequence[Case]) -> str:
+def _cases_of_step(path: Path) -> list[Case]:
+    """A step's best, median, worst and, if any, first failed rollout."""
+    rows = _read(path)
+    scored = sorted((row for row in rows if row["reward"] is not None), key=lambda row: (-row["reward"], row["group_id"], row["index"]))
+    places = {0: "best", len(scored) // 2: "median", len(scored) - 1: "worst"} if scored else {}
+    if len(scored) == 2:
+        places = {0: "best", 1: "worst"}
+    picked = [(label, scored[place]) for place, label in sorted(places.items())]
+    picked += [("failed", row) for row in rows if row["reward"] is None][:1]
+    return [_case(f"{label.capitalize()}: {_heading(row)}", [(label, row)]) for label, row in picked]
+
+
+def markdown(title: str, evaluations: Sequence[Case], steps: Sequence[tuple[int, list[Case]]]) -> str:
     """The cases as markdown; texts of the run stay inside fences and code spans that they cannot close."""
     lines = [f"# Samples of {_span(title)}"]
     lines += ["## Evaluation", "The same tasks each time, taken evenly over the set and not by result." if evaluations else "None yet."]
     for case in evaluations:
         lines += _case_lines(case)
-    lines += [f"## RL step {step}" if step else "## Last RL step", "By reward, over all rollouts of the step." if last else "None yet."]
-    for case in last:
-        lines += _case_lines(case)
+    for step, cases in steps:
+        lines += [f"## RL step {step}", "By reward, over all rollouts of the step."]
+        for case in cases:
+            lines += _case_lines(case)
+    if not steps:
+        lines += ["## RL steps", "None yet."]
     return "\n\n".join(lines) + "\n"
 
 
@@ -93,7 +104,7 @@ def _fence(text: str) -> str:
 
 
 def _span(text: str) -> str:
-    text = " ".join(text.split())
+    text = " ".join(visible(text).split())
     ticks = "`" * (1 + max((len(run) for run in re.findall("`+", text)), default=0))
     return f"{ticks} {text} {ticks}" if "`" in text else f"`{text}`" if text else "–"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any
@@ -31,10 +31,12 @@ def rollout_metrics(batch: Batch) -> dict[str, Any]:
     parts = {name: [r.reward_parts.get(name, 0.0) for r in scored] for name in names}
     sources = mean_by_source((g.task.source, r.reward) for g in batch.all_groups for r in g.rollouts if r.reward is not None)
     return {
-        "reward": statistics.fmean(rewards),
-        "reward_std": statistics.pstdev(rewards),
-        "parts": {name: statistics.fmean(values) for name, values in parts.items()},
-        "parts_std": {name: statistics.pstdev(values) for name, values in parts.items()},
+        "reward": mean(rewards),
+        "reward_std": spread(rewards),
+        "reward_min": min(rewards),
+        "reward_max": max(rewards),
+        "parts": {name: mean(values) for name, values in parts.items()},
+        "parts_std": {name: spread(values) for name, values in parts.items()},
         **({"sources": sources} if len(sources) > 1 else {}),
         "length": statistics.fmean(r.sampled for r in rollouts),
         "length_max": max(r.sampled for r in rollouts),
@@ -71,12 +73,30 @@ def prompt_metrics(before: EngineStats, now: EngineStats, ranks: Ranks) -> dict[
     return {"prompt_tokens": prompt, "computed_prompt_tokens": computed, "cache_hit_rate": step.cache_hit_rate}
 
 
+def mean(values: Sequence[float]) -> float:
+    """The mean, also of numbers whose sum is beyond a float."""
+    size = _size(values)
+    return statistics.fmean(value / size for value in values) * size
+
+
+def spread(values: Sequence[float]) -> float:
+    """The standard deviation of the population, also of numbers whose squares are beyond a float."""
+    size = _size(values)
+    return statistics.pstdev([value / size for value in values]) * size
+
+
+def _size(values: Sequence[float]) -> float:
+    """A power of two, by which floats can be divided exactly; 1 unless the values are huge."""
+    largest = max(map(abs, values))
+    return 1.0 if largest < 1e150 else 2.0 ** (math.frexp(largest)[1] - 1)
+
+
 def mean_by_source(rewards: Iterable[tuple[str, float]]) -> dict[str, float]:
     """Mean reward of each source, from (task source, reward) of each rollout; sources in the order of their names."""
     found: dict[str, list[float]] = {}
     for source, reward in rewards:
         found.setdefault(source or "unnamed", []).append(reward)
-    return {source: statistics.fmean(found[source]) for source in sorted(found)}
+    return {source: mean(found[source]) for source in sorted(found)}
 
 
 def repetition(rollout: Rollout) -> float:
@@ -156,10 +176,8 @@ class Alarms:
 
     def _judged(self, values: dict[str, Any]) -> Iterator[tuple[str, str]]:
         """(short name, line, empty where all is well) of each alarm that this step's values can be judged by."""
-        if values.get("rollouts", 1) and values.get("entropy") != 0:  # a step without an update of the policy says 0 and means nothing
-            yield from self._entropy(_measured(values, "entropy"))
-        if values.get("rollouts", 1) and (values.get("entropy") != 0 or values.get("mismatch_kl")):  # recomputed: known without an update
-            yield from self._mismatch(_measured(values, "mismatch_kl"))
+        yield from self._entropy(_measured(values, "entropy"))
+        yield from self._mismatch(_measured(values, "mismatch_kl"))
         if (share := _measured(values, "dropped")) is not None:
             line = (
                 f"algo.correction drops {share:.1%} of tokens, limit {self.dropped:.0%}: hardly anything is learned; look at the mismatch"
@@ -202,10 +220,10 @@ class Alarms:
         yield "mismatch_kl", f"mismatch KL {kl:.1e} nats a token, {line}: {cause}" if line else ""
 
     def _reward(self, values: dict[str, Any]) -> Iterator[tuple[str, str]]:
-        spread = _measured(values, "reward_std")
-        if spread is not None:
+        std = _measured(values, "reward_std")
+        if std is not None:
             line = f"reward {values['reward']:.3g} in every rollout, limit: s.d. above 0: nothing to learn from; see how they are scored"
-            yield "reward", line if spread == 0 else ""
+            yield "reward", line if std == 0 else ""
         parts_std = values.get("parts_std", {})
         vary = [name for name, std in parts_std.items() if std > 0]
         self._varied += [name for name in vary if name not in self._varied]

@@ -30,6 +30,7 @@ class Batch:
     reward_faults: Counter[tuple[str, str]] = field(default_factory=Counter)  # the same by (source of the task, kind)
     examples: dict[str, str] = field(default_factory=dict)  # of each kind the first: task and error
     replacement_rounds: int = 0
+    trained: set[tuple[int, int]] = field(default_factory=set)  # (group id, index) of the rollouts that an update used
     greedy: dict[int, float] = field(default_factory=dict)  # by group id, what the most likely completion was paid; where it was asked for
 
     @property
@@ -59,9 +60,10 @@ class Collector:
         self.next_group = 0
         self.sampling = Sampling(config.temperature, config.top_k, config.top_p, config.max_tokens)
 
-    def collect(self, on_completion: Callable[[int], None] = lambda count: None) -> Batch:
+    def collect(self, advance: Callable[..., None] = lambda count=1, more=0: None) -> Batch:
         """`rollout.batch_size` rollouts with a signal, or fewer after `rollout.max_replacements` rounds.
 
+        `advance` is told of completions, and of `more` of them than the batch's as groups are replaced.
         Raises RewardError where not one reward of the whole step could be had, or a larger share failed than rollout.max_reward_failures.
         """
         batch, asked, wanted = Batch(), 0, self.config.batch_size // self.config.group_size
@@ -70,7 +72,9 @@ class Collector:
                 break
             batch.replacement_rounds = round
             groups = [self._new_group(self.tasks[i]) for i in self.sampler.draw(wanted - len(batch.groups))]
-            self._sample(groups, self.sampling, on_completion)
+            if round:
+                advance(0, more=len(groups) * self.config.group_size)
+            self._sample(groups, self.sampling, advance)
             scored = groups
             if self.greedy:
                 likely = self._greedy(groups)

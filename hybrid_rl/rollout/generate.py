@@ -4,21 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from hashlib import blake2b
 from itertools import chain
 
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rl.data.render import completion_text, prompt_ids
-from hybrid_rl.engine.base import Engine, EngineDied, EngineError, Request, Sampling
+from hybrid_rl.engine.base import Engine, EngineDied, EngineError, Request, Sampling, request_seed
 from hybrid_rl.processes.ranks import Ranks
 from hybrid_rl.rollout.rewards import Scorer
 from hybrid_rl.types import Group, Rollout, Task
-
-
-def request_seed(*facts: object) -> int:
-    """A 63-bit seed that is the same for the same facts on every machine, and unrelated for different ones."""
-    return int.from_bytes(blake2b("/".join(map(str, facts)).encode(), digest_size=8).digest(), "big") >> 1
 
 
 def make_group(id: int, task: Task, size: int, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int, *seed_facts: object) -> Group:

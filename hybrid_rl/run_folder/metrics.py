@@ -26,7 +26,7 @@ class Metrics:
             raise ValueError(f"{path} has {len(kept)} lines, its checkpoint was written after {keep_lines}; the file was changed")
         with atomic_file(path) as file:
             file.write(b"".join(kept))
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("a", encoding="utf-8", errors="backslashreplace")  # JSON reads half a surrogate pair as it was
 
     def write(self, stage: str, **values: Any) -> None:
         self.lines += 1

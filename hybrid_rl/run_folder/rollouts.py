@@ -28,11 +28,13 @@ SCHEMA = pa.schema(
         pa.field("logprobs", pa.list_(pa.float32()), nullable=False),
         pa.field("versions", pa.list_(pa.struct([("version", pa.int64()), ("count", pa.int64())])), nullable=False),
         pa.field("finish_reason", pa.string()),
-        pa.field("reward", pa.float64()),  # null: it could not be had, see error
+        pa.field("outcome", pa.float64()),  # what the reward function gave
+        pa.field("reward", pa.float64()),  # the outcome and what the run added to it; null: it could not be had, see error
         pa.field("reward_parts", pa.map_(pa.string(), pa.float64()), nullable=False),
         pa.field("advantage", pa.float64()),  # null: none was computed
-        pa.field("trained", pa.bool_(), nullable=False),
+        pa.field("trained", pa.bool_(), nullable=False),  # an update used at least one of its tokens
         pa.field("error", pa.string()),
+        pa.field("fault", pa.string()),  # the error's kind, as it is counted
     ]
 )
 
@@ -42,18 +44,18 @@ def write_rollouts(
     groups: Sequence[Group],
     prompts: Sequence[str],
     advantages: Mapping[tuple[int, int], float],
-    trained: Collection[int],
+    trained: Collection[tuple[int, int]],
 ) -> None:
     """Write the groups' rollouts, in order, to `path`, atomically.
 
-    `prompts` has one rendered text a group, `advantages` is keyed (group id, index) and may lack rollouts, `trained`
-    holds the ids of the groups that an update used. Raises ValueError where they name groups or rollouts not given.
+    `prompts` has one rendered text a group, `advantages` is keyed (group id, index) and may lack rollouts, `trained` holds
+    the keys of the rollouts that an update used. Raises ValueError if they name rollouts not given.
     """
     if len(prompts) != len(groups):
         raise ValueError(f"{len(prompts)} prompts for {len(groups)} groups")
     rows = [(group, prompt, rollout) for group, prompt in zip(groups, prompts, strict=True) for rollout in group.rollouts]
     trained = frozenset(trained)
-    unknown = (advantages.keys() - {(g.id, r.index) for g, _, r in rows}) or (trained - {g.id for g in groups})
+    unknown = (advantages.keys() | trained) - {(g.id, r.index) for g, _, r in rows}
     if unknown:
         raise ValueError(f"advantages or trained name what is not among the groups: {sorted(unknown)[:5]}")
     columns: dict[str, list[Any]] = {
@@ -71,15 +73,25 @@ def write_rollouts(
         "logprobs": [r.logprobs for _, _, r in rows],
         "versions": [[{"version": version, "count": count} for version, count in r.versions] for _, _, r in rows],
         "finish_reason": [r.finish_reason for _, _, r in rows],
+        "outcome": [r.outcome for _, _, r in rows],
         "reward": [r.reward for _, _, r in rows],
         "reward_parts": [[(_text(name), value) for name, value in r.reward_parts.items()] for _, _, r in rows],
         "advantage": [advantages.get((g.id, r.index)) for g, _, r in rows],
-        "trained": [g.id in trained for g, _, _ in rows],
+        "trained": [(g.id, r.index) in trained for g, _, r in rows],
         "error": [None if r.error is None else _text(r.error) for _, _, r in rows],
+        "fault": [r.fault for _, _, r in rows],
     }
     table = pa.table(columns, schema=SCHEMA)
     with atomic_file(Path(path)) as file:
         pq.write_table(table, file, compression="zstd")
+
+
+def remove_old(folder: Path, step: int, keep: int) -> None:
+    """Of the RL steps up to `step` keep the rollouts and evaluations of the newest `keep` and of the first; 0: keep all."""
+    for path in folder.glob("*step_*.parquet") if keep else ():
+        number = path.stem.rpartition("_")[2]
+        if number.isdecimal() and 1 < int(number) <= step - keep:
+            path.unlink(missing_ok=True)
 
 
 def read_rollouts(path: Path, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
@@ -103,7 +115,8 @@ def as_rollout(row: dict[str, Any]) -> Rollout:
     rollout = Rollout(row["task_id"], row["group_id"], row["index"], row["seed"], list(row["token_ids"][: row["prompt_length"]]))
     rollout.token_ids, rollout.loss_mask, rollout.logprobs = row["token_ids"], row["loss_mask"], row["logprobs"]
     rollout.versions, rollout.finish_reason, rollout.completion = row["versions"], row["finish_reason"], row["completion"]
-    rollout.reward, rollout.reward_parts, rollout.error = row["reward"], row["reward_parts"], row["error"]
+    rollout.outcome, rollout.reward, rollout.reward_parts = row["outcome"], row["reward"], row["reward_parts"]
+    rollout.error, rollout.fault = row["error"], row["fault"]
     return rollout
 
 

@@ -14,7 +14,7 @@ from hybrid_rl.preflight.settings import load
 
 SMALL = [
     "+recipe=reverse", "sft.steps=0", "rl.steps=1", "rollout.batch_size=4", "rollout.group_size=2", "rollout.max_tokens=8", "algo.minibatches=1",
-    "eval.max_tasks=2", "model.tiny.hidden_size=32", "model.tiny.intermediate_size=64", "device=cpu",
+    "eval.max_tasks=2", "rl.max_empty_steps=0", "model.tiny.hidden_size=32", "model.tiny.intermediate_size=64", "device=cpu",
 ]  # fmt: skip
 
 

@@ -98,7 +98,8 @@ FOLDERS = {
     "cut off in the header": (cut(5), "model.path={} cannot be loaded: a *.safetensors file is damaged or not whole, copy it again ("),
     "empty weights": (cut(0), "model.path={} cannot be loaded: a *.safetensors file is damaged or not whole, copy it again ("),
     "quantised": (config(quantization_config={"quant_method": "gptq", "bits": 4}), "model.path={} has quantised weights (gptq), which cannot be trained; use the model's unquantised folder"),
-    "sliding window": (config(use_sliding_window=True, sliding_window=8, layer_types=["sliding_attention"] * 2), "layers ['sliding_attention']; only full attention is supported"),
+    "another kind of layer": (config(layer_types=["full_attention", "linear_attention"]), "model.path={} cannot be loaded: it has layers of linear_attention; only full_attention and sliding_attention are supported"),
+    "positions that follow a row": (config(max_position_embeddings=16, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}), "model.path={} moves all positions of a row when its longest sample has more than 16 tokens (rope_type dynamic, max_position_embeddings), and rollout.max_prompt_tokens=200 + "),
     "code for the model": (code("config.json", AutoConfig="own.Config", AutoModelForCausalLM="own.Model"), f"model.path={{}} {NO_CODE}"),
     "broken generation config": (content("generation_config.json", b"{"), f"model.path={{}}: {NOT_JSON}"),
     "no tokenizer": (without("tok*"), "model.path={} has no tokenizer; copy its tokenizer.json and tokenizer_config.json into the folder"),
@@ -135,7 +136,18 @@ def test_bad_model_folder(name, folder, last_line):
         assert expected.format(*[folder] * 9) in last_line(f"model.path={folder}", *ROOM)
 
 
-@pytest.mark.parametrize("name", ["unknown architecture", "broken tokenizer", "code for the model", "quantised", "a template that raises"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "unknown architecture",
+        "broken tokenizer",
+        "code for the model",
+        "quantised",
+        "positions that follow a row",
+        "another kind of layer",
+        "a template that raises",
+    ],
+)
 def test_a_dry_run_says_it_too(name, folder, last_line):
     change, expected = FOLDERS[name]
     change(folder)

@@ -61,6 +61,9 @@ class Recorder:
     def __init__(self, model):
         self.model = model
 
+    def learning_rate(self):
+        return 0.0
+
     def step(self):
         self.gradient = {name: p.grad.clone() for name, p in self.model.named_parameters()}
         self.model.zero_grad()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import random
 import re
 import shutil
 from pathlib import Path
@@ -13,9 +14,11 @@ from omegaconf import OmegaConf
 from hybrid_rl import stages
 from hybrid_rl.policy.model import Policy
 from hybrid_rl.preflight import budget
-from hybrid_rl.preflight.budget import RoomError, check_room, disk_bytes, measure, memory_by_phase
+from hybrid_rl.preflight.budget import RoomError, check_room, disk_bytes, measure, memory_by_phase, rollout_bytes
 from hybrid_rl.preflight.settings import load
 from hybrid_rl.processes.ranks import Ranks
+from hybrid_rl.run_folder.rollouts import write_rollouts
+from hybrid_rl.types import Group, Rollout, Task
 from tests.bad_inputs.conftest import SMALL
 
 CPU = torch.device("cpu")
@@ -33,6 +36,29 @@ def test_the_disk_that_a_run_took_is_that_of_the_arithmetic(tmp_path: Path, more
     at_the_end = dataclasses.replace(config.rl, keep_checkpoints=config.rl.keep_checkpoints - 1)  # none is being written any more
     expected = disk_bytes(dataclasses.replace(config, rl=at_the_end), measure(config, tmp_path / "base_model"))
     assert sum(f.stat().st_size for f in parts) == pytest.approx(expected, rel=0.03)
+
+
+def test_rollouts_on_the_disk_are_those_of_the_arithmetic(tmp_path: Path):
+    """Completions of full length, of tokens that do not repeat; the evaluations and the kept steps of a run."""
+    numbers, rollouts = random.Random(0), []
+    task = Task("t", ({"role": "user", "content": "?"},), "")
+    for i in range(64):
+        made = Rollout(
+            "t", 0, i, i, [numbers.randrange(150_000) for _ in range(100)] if not rollouts else list(rollouts[0].token_ids[:100])
+        )
+        ids = [int(min(150_000, numbers.paretovariate(0.3))) for _ in range(512)]
+        made.add_sampled(ids, [-numbers.expovariate(2) for _ in ids], [(1, len(ids))])
+        made.finish("stop", " ".join(f"{i:x}"[-5:] for i in ids))
+        made.score(1.0, {"a": 1.0})
+        rollouts.append(made)
+    write_rollouts(tmp_path / "a.parquet", [Group(0, task, rollouts)], ["prompt"], {}, [])
+    plain = ["rollout.batch_size=64", "rollout.max_tokens=512", "sft.steps=0", "eval.samples=2", "eval.max_tasks=8"]
+    one = rollout_bytes(configured(*plain, "rl.steps=1"), 0)
+    assert (tmp_path / "a.parquet").stat().st_size == pytest.approx(one, rel=0.3)
+    evaluation = rollout_bytes(configured(*plain, "rl.steps=0"), 100)
+    assert evaluation == one * 2 * 8 / 64
+    assert rollout_bytes(configured(*plain, "rl.steps=1000", "rollout.keep_steps=0"), 100) == 1000 * one + 2 * evaluation
+    assert rollout_bytes(configured(*plain, "rl.steps=1000", "rollout.keep_steps=9", "rl.eval_every=5"), 100) == 10 * one + 4 * evaluation
 
 
 def test_too_little_disk(tmp_path: Path, capsys: pytest.CaptureFixture):

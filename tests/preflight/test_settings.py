@@ -192,7 +192,7 @@ def test_a_folder_of_ones_own_recipes(tmp_path):
 
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="SGLang is installed")
 def test_an_engine_that_is_not_installed_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"engine.kind=.*SGLang is not installed; pip install 'hybrid_rl\[sglang\]', or engine=local"):
+    with pytest.raises(ConfigError, match=r"engine.kind=.*SGLang is not installed; pip install -e '\.\[sglang\]', or engine=local"):
         load([REVERSE, "engine=sglang"])
 
 

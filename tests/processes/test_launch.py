@@ -217,6 +217,23 @@ def test_a_rank_that_hangs_is_named_with_its_stack(start, tmp_path, does, phase,
     assert_gone(processes)
 
 
+@pytest.mark.parametrize(
+    ("does", "said", "doing"),
+    [
+        ("first_hangs_after_the_second_has_ended", "rank 0 hangs in phase after rollout", "phase after rollout, hangs"),
+        ("first_waits_for_the_second_that_has_ended", "rank 0 waits for rank 1 (ended)", "phase update, waits for the others"),
+    ],
+)
+def test_a_rank_that_hangs_is_seen_after_another_has_ended(start, tmp_path, does, said, doing):
+    process = start(does, [*OWN, "rank_timeout=3"])
+    processes = at_work(process, tmp_path)
+    lines = end(process, code=1).splitlines()
+    assert re.fullmatch(rf"hybrid_rl: {re.escape(said)}: no progress since \d\d:\d\d:\d\d \(\d+ s\), rank_timeout=3", lines[0])
+    assert f"  rank 0, {doing}:" in lines
+    assert not any("rank 1, " in line for line in lines)
+    assert_gone(processes)
+
+
 def test_a_rank_that_gets_on_slowly_is_waited_for(start):
     """Longer than rank_timeout in one phase, with progress; the other rank waits all the time."""
     assert end(start("second_is_slow", [*OWN, "rank_timeout=2"])) == "2 ranks agree\n"

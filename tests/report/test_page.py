@@ -15,7 +15,7 @@ import pytest
 
 from hybrid_rl.report import read_run, write_report
 from hybrid_rl.report.charts import _one_a_step
-from hybrid_rl.report.samples import evaluation_cases, last_step_cases
+from hybrid_rl.report.samples import evaluation_cases, step_cases
 from hybrid_rl.run_folder.rollouts import write_rollouts
 from hybrid_rl.types import Group, Rollout, Task
 
@@ -70,7 +70,7 @@ def groups(rewards: list[float], completions: tuple[str, ...] = ()) -> list[Grou
 
 
 def store(path: Path, made: list[Group]) -> None:
-    write_rollouts(path, made, [f"prompt {g.id}" for g in made], {}, [g.id for g in made])
+    write_rollouts(path, made, [f"prompt {g.id}" for g in made], {}, [(g.id, 0) for g in made])
 
 
 def rl(step: int, **changes: object) -> dict[str, object]:
@@ -132,12 +132,12 @@ def test_a_finished_run(finished: Path) -> None:
     for expected in (
         "reverse", "2026-03-04 10:20", "seed 7", "embedded tiny model (813 k parameters)", "0.0125", "+0.328", "+0.550",
         "± 0.02 standard error, 64 tasks", "2 min 00 s", "20,000", "0.7 GiB", "SFT loss", "Completion length", "Truncated", "Entropy",
-        "Mismatch KL", "nats, log scale", "Clip fraction", "Gradient norm", "Time by phase", "75 %", "Peak memory", "similarity",
+        "Mismatch KL", "nats, log scale", "Clip fraction", "Gradient norm", "Time by phase", "75 %", "Peak memory", "Learning rate", "Groups without a signal",
         "Resolved configuration", "2.13.0", "none",
     ):  # fmt: skip
         assert expected in page.text, expected
     assert "Not finished" not in page.text
-    assert html.count("<svg") == 12
+    assert html.count("<svg") == 13
     assert ">RL step</text>" in html, "chart text must stay text"
     assert len(html) < 250_000
 
@@ -152,7 +152,7 @@ def test_hostile_completions_are_text(run: Path) -> None:
     config = "name: '</pre><script>alert(3)</script>'\n"
     (run / "config.yaml").write_text(config)
     (run / "summary.json").write_text(json.dumps({"name": "<script>alert(4)</script>", "versions": {"<script>": "<b>"}}))
-    phases = {"stage": "rl", "step": 41, "seconds": {"<script>$": 1.0}, "parts": {"<script>$x_": 1.0}, "reward": 1.0}
+    phases = {"stage": "rl", "step": 41, "seconds": {"<script>$": 1.0}, "parts": {"<script>$x_": 1.0, "b": 0.0}, "reward": 1.0}
     write_metrics(run, [phases])
     page = Page(write_report(run).read_text("utf-8"))
     assert "script" not in page.tags
@@ -195,8 +195,8 @@ def test_samples_are_chosen_by_their_rules(tmp_path: Path) -> None:
     store(tmp_path / "step_9999.parquet", groups([0.0]))
     store(tmp_path / "step_10000.parquet", made)
     (tmp_path / "step_10001.parquet").write_bytes(b"PAR1 and no more")
-    step, last = last_step_cases(tmp_path)
-    assert step == 10000
+    ((first, _), (step, last)) = step_cases(tmp_path)
+    assert (first, step) == (9999, 10000), "the newest that is whole, and the first, which is the middle one too"
     assert [(case.title, case.prompt) for case in last] == [
         ("Best: task-1", "prompt 1"),
         ("Median: task-0", "prompt 0"),
@@ -385,3 +385,115 @@ def test_same_files_same_bytes(run: Path) -> None:
 def test_importing_is_cheap() -> None:
     code = "import sys, hybrid_rl.report; sys.exit(any(m in sys.modules for m in ('matplotlib', 'jinja2', 'pyarrow', 'torch', 'yaml')))"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0
+
+
+# ---- what the page says of the run --------------------------------------------------------------------------------------
+
+CONFIG = """
+name: reverse
+eval: {pass_reward: 0.5}
+rollout: {batch_size: 128, group_size: 16}
+algo:
+  advantage: {_target_: hybrid_rl.algo.grpo.advantages}
+  loss: {_target_: my.parts.loss}
+  aggregation: {_target_: hybrid_rl.algo.aggregation.token_mean}
+  correction: {tis: {_target_: hybrid_rl.algo.tis.correct}}
+  kl: {coef: 0.01}
+  minibatches: 2
+  epochs: 1
+rl: {steps: 40, optimizer: {lr: 3.0e-06, schedule: cosine}}
+"""
+
+
+def test_algorithm_rate_batch_and_what_correct_means(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    write_metrics(tmp_path, [rl(1), evaluation("base", 0, correct=0.25)])
+    text = Page(write_report(tmp_path).read_text("utf-8")).text
+    method = "grpo + my.parts + token_mean + tis + KL 0.01 · learning rate 3e-6 cosine · 8 tasks × 16 rollouts a step · 2 updates a step"
+    assert method in text
+    assert text.index(method) < text.index("reward, base"), "at the top"
+    assert "25 % correct (reward ≥ 0.5)" in text
+    assert "share of samples, reward ≥ 0.5" in text
+
+
+def test_a_run_in_which_nothing_was_trained_says_so_in_large_letters(tmp_path: Path) -> None:
+    silent, cut = {"trained": 0, "nothing_trained": "silent"}, {"trained": 0, "nothing_trained": "truncated"}
+    write_metrics(tmp_path, [rl(1, **silent), rl(2, **silent), rl(3, **cut)])
+    html = write_report(tmp_path).read_text("utf-8")
+    assert '<p class="nothing"><b>Nothing was trained</b>None of 3 RL steps had an update: in 2 of them every group was dropped' in html
+    assert "in 1 of them every rollout reached rollout.max_tokens" in html
+    assert "What to do: raise rollout.max_tokens" in html
+    write_metrics(tmp_path, [rl(1, **silent), rl(2, trained=8, nothing_trained=None), rl(3, **silent)])
+    html = write_report(tmp_path).read_text("utf-8")
+    assert 'class="nothing"' not in html
+    assert "Nothing was trained in 2 of 3 RL steps, first in step 1." in html
+    write_metrics(tmp_path, [rl(1), evaluation("base", 0)])
+    assert "othing was trained" not in write_report(tmp_path).read_text("utf-8"), "a run of old does not say"
+    write_metrics(tmp_path, [evaluation("base", 0)])
+    assert "othing was trained" not in write_report(tmp_path).read_text("utf-8"), "evaluations alone train nothing by intent"
+
+
+def test_samples_of_the_first_a_middle_and_the_last_step(tmp_path: Path) -> None:
+    for step in (1, 4, 5, 6, 9):
+        store(tmp_path / f"step_{step:04d}.parquet", groups([0.1 * step, 0.0, 0.05]))
+    assert [step for step, _ in step_cases(tmp_path)] == [1, 5, 9]
+    (tmp_path / "step_0005.parquet").write_bytes(b"PAR1")
+    (tmp_path / "step_0009.parquet").write_bytes(b"PAR1")
+    assert [(step, cases[0].samples[0].completion) for step, cases in step_cases(tmp_path)] == [
+        (1, "completion 0 of reward 0.1"), (6, "completion 0 of reward 0.6000000000000001"),
+    ]  # fmt: skip
+
+
+# ---- files that are not as a run writes them ------------------------------------------------------------------------------
+
+STEERING = "a\x1b[31mred\x07\x00\x9b2J\u202eevil\u2066\u200f\u2028end"
+ESCAPED = r"a\x1b[31mred\x07\x00\x9b2J\u202eevil\u2066\u200f\u2028end"
+
+
+def test_what_steers_a_terminal_is_shown_escaped(tmp_path: Path) -> None:
+    made = groups([0.5, 0.1], (STEERING + "\r\nline\tend",))
+    made[0].rollouts[0].reward_parts = {STEERING: 1.0}
+    made[1].rollouts[0].reward, made[1].rollouts[0].error = None, STEERING
+    store(tmp_path / "rollouts" / "step_0001.parquet", made)
+    write_metrics(tmp_path, [rl(1, parts={STEERING: 0.5, "\ud800": 1.0})])
+    report = write_report(tmp_path)
+    for text in (report.read_bytes().decode(), (tmp_path / "samples.md").read_bytes().decode()):
+        assert ESCAPED + "\\r\nline\tend" in text
+        assert text.count(ESCAPED) >= 3
+        assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]", text)
+    assert r"\ud800 1" in report.read_text("utf-8")
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+ODD = {
+    "huge rewards": [rl(s, reward=1e308 * (-1) ** s, reward_std=1e308, parts={"a": 1.7e308, "b": -1.7e308}, grad_norm=1e-320) for s in range(1, 5)],
+    "the largest float": [rl(s, reward=1.7976931348623157e308, reward_std=0.0, length=5e-324, truncated=1e308, seconds={"rollout": 1.7e308}) for s in (1, 2, 3)],
+    "a step of 10**30": [rl(1), rl(10**30), rl(-1), rl(True)],
+    "whole numbers beyond floats": [rl(1, reward=10**400, silent_groups=10**400, tokens_per_second=10**300)],
+    "evaluations": [evaluation("base", 0, reward=1.7e308, reward_std=1e308, tasks=10**400), evaluation("rl", 1, reward=-1.7e308, correct=1e308)],
+    "ratios": [rl(s, ratio_p50=5e-324, ratio_max=1.7e308, mismatch_kl=5e-324) for s in (1, 2)],
+    "other kinds": [rl(1, alarms=[["x"], {"a": 1}, 3], seconds={"a": "1"}, sources=[1], nothing_trained=["silent"]), rl(2, nothing_trained="unheard")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_no_number_ends_the_report(tmp_path: Path, case: str) -> None:
+    write_metrics(tmp_path, ODD[case])
+    Page(html := write_report(tmp_path).read_text("utf-8"))
+    assert not re.search(r'd="[^"]*(nan|inf)|>[^<]*\b(nan|inf)\b', html)
+    if case == "a step of 10**30":
+        assert "3 unreadable lines" in html
+
+
+def test_no_nesting_ends_the_report(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(f'{DEEP}\n{{"stage": "rl", "step": 1, "reward": {DEEP}}}\n{json.dumps(rl(2))}\n')
+    (tmp_path / "summary.json").write_text(f'{{"name": {DEEP}}}')
+    for settings in (f"name: {DEEP}", "seed: 2026-99-99", "name: !!timestamp x", "? [a]\n: 1", f"seed: {'9' * 5000}"):
+        (tmp_path / "config.yaml").write_text(settings)
+        assert "2 unreadable lines" in write_report(tmp_path).read_text("utf-8")
+    nested = "[" * 700 + "]" * 700
+    (tmp_path / "config.yaml").unlink()
+    (tmp_path / "summary.json").write_text(
+        f'{{"name": {nested}, "seed": {nested}, "versions": {{"torch": {nested}}}, "model": {{"path": {nested}}}}}'
+    )
+    Page(write_report(tmp_path).read_text("utf-8"))

@@ -91,7 +91,7 @@ def test_the_numbers_of_a_steps_rollouts() -> None:
     batch = Batch([silent], [kept], missing_groups=2, silent_groups=3, reward_errors=1, replacement_rounds=4)
     batch.reward_faults = Counter({("math", "timeout"): 1, ("math", "died"): 1, ("code", "timeout"): 2})
     assert rollout_metrics(batch) == {
-        "reward": 0.5, "reward_std": pytest.approx(math.sqrt(0.1)),
+        "reward": 0.5, "reward_std": pytest.approx(math.sqrt(0.1)), "reward_min": 0.0, "reward_max": 1.0,
         "parts": {"format": 1.0, "truth": 0.2}, "parts_std": {"format": 0.0, "truth": pytest.approx(0.4)},
         "sources": {"code": 0.5, "math": 0.5},
         "length": 4.0, "length_max": 10, "truncated": pytest.approx(1 / 6), "repetition": 0.0,
@@ -107,6 +107,16 @@ def test_reward_by_source() -> None:
     assert rollout_metrics(Batch([first, second]))["sources"] == {"unnamed": 1.0, "b": 0.25}
     assert list(rollout_metrics(Batch([first, second]))["sources"]) == ["b", "unnamed"]
     assert "sources" not in rollout_metrics(Batch([second, group(2, [0.0], "b")]))
+
+
+def test_rewards_at_the_end_of_floats_have_a_mean_and_a_spread() -> None:
+    made = rollout_metrics(
+        Batch([group(0, [1.5e308, -1.5e308, 1.5e308, 1.5e308], "a", parts={"x": [1.5e308] * 4}), group(1, [1.5e308] * 4, "b")])
+    )
+    assert made["reward"] == pytest.approx(1.125e308)
+    assert made["reward_std"] == pytest.approx(1.5e308 * (math.sqrt(7) / 4))
+    assert (made["parts"], made["parts_std"]) == ({"x": pytest.approx(7.5e307)}, {"x": pytest.approx(7.5e307)})
+    assert made["sources"] == {"a": pytest.approx(7.5e307), "b": 1.5e308}
 
 
 class TwoRanks:
@@ -196,10 +206,8 @@ def test_entropy_collapses(entropy: list[object], expected: list[tuple[int, str]
 
 
 def test_a_step_without_an_update_is_not_judged_by_what_it_did_not_measure() -> None:
-    idle = sound(entropy=0.0, mismatch_kl=0.0)  # as a step says where only the critic learned
+    idle = sound(entropy=None, mismatch_kl=None)  # as a step says where only the critic learned
     assert begun([idle, idle, *course("entropy", [1.0, 1.0]), idle, sound(entropy=0.04)]) == [(6, "entropy")]
-    empty = sound(entropy=0.01, mismatch_kl=1.0, rollouts=0)
-    assert begun([sound(), sound(), *[empty] * 5]) == []
     bad = sound(mismatch_kl=0.02)
     assert begun([sound(), bad, bad, idle, bad]) == [(5, "mismatch_kl")], "a step that says nothing ends no row"
 
@@ -223,10 +231,10 @@ def test_mismatch_grows(kl: list[object], expected: list[tuple[int, str]]) -> No
 
 def test_a_correction_that_drops_all_is_told_with_its_mismatch() -> None:
     """No update, so no entropy: the mismatch is known all the same, where log-probabilities are recomputed."""
-    nothing_learned = sound(entropy=0.0, mismatch_kl=0.5, dropped=1.0)
+    nothing_learned = sound(entropy=None, mismatch_kl=0.5, dropped=1.0)
     assert begun([nothing_learned] * 4) == [(1, "dropped"), (3, "mismatch_kl")]
     assert begun([sound(dropped=0.5)] * 4) == []
-    assert begun([sound(rollouts=0, entropy=0.0, mismatch_kl=0.0)] * 4) == []
+    assert begun([sound(rollouts=0, entropy=None, mismatch_kl=None)] * 4) == []
 
 
 def test_every_rollout_is_paid_the_same() -> None:
@@ -291,7 +299,7 @@ def test_nothing_is_judged_by_metrics_that_are_not_there() -> None:
 
 STEP = st.fixed_dictionaries(
     {
-        "entropy": st.sampled_from([1.0, 0.04, 0.0, math.nan]),
+        "entropy": st.sampled_from([1.0, 0.04, None, math.nan]),
         "mismatch_kl": st.sampled_from([1e-4, 5e-3, 0.02]),
         "reward": st.just(0.5),
         "reward_std": st.sampled_from([0.0, 0.3]),

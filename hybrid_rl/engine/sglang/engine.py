@@ -6,8 +6,6 @@ the vocabulary, memory given back under running requests) is refused here, befor
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import multiprocessing
 import tempfile
 import time
@@ -30,7 +28,9 @@ from hybrid_rl.engine.base import (
     append_version,
     check_request,
     known_tags,
+    request_seed,
 )
+from hybrid_rl.engine.sglang.interface import SEEDS, sampling_parameters, server_arguments, unusable
 from hybrid_rl.engine.sglang.process import HostProcess
 from hybrid_rl.engine.sglang.weights import Checkpoint, payload
 from hybrid_rl.processes import hangs
@@ -57,42 +57,35 @@ class SGLangEngine:
 
     The ranks of a `team` make one engine with tensor parallelism: its first rank has SGLang's process, which computes on the devices of
     all of them. The cache holds `slots` full completions; on a GPU fewer where weights and cache would take more than `memory_fraction` of
-    what is free. Without `deterministic` a request's tokens depend on what else runs, and its seed on nothing: samples differ all the
-    same. `timeout` s without an answer or progress is death. `extra` are more arguments of `sglang.Engine`, and win.
-    Raises EngineError where SGLang is missing or has not started within `start_timeout` s.
+    what is free. Without `deterministic` a request's tokens depend on what else runs and on `seed`, which must differ between engines;
+    each restart takes another stream. `timeout` s without an answer or progress is death. SGLang's own output goes to the file `log`.
+    `extra` are more arguments of `sglang.Engine`, and win. Raises EngineError if SGLang is missing or has not started within
+    `start_timeout` s.
     """
 
     def __init__(
         self, folder: str | Path, end_ids: frozenset[int], slots: int, capacity: int, device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32, *, team: Ranks | None = None, memory_fraction: float = 0.5, deterministic: bool = True,
-        timeout: float = 300.0, start_timeout: float = 1800.0, extra: Mapping[str, Any] | None = None,
+        timeout: float = 300.0, start_timeout: float = 1800.0, seed: int = 0, log: Path | None = None,
+        extra: Mapping[str, Any] | None = None,
     ):  # fmt: skip
-        if importlib.util.find_spec("sglang") is None:
-            raise EngineError("engine=sglang needs SGLang, which is not installed; pip install 'hybrid_rl[sglang]', or engine=local")
+        if problem := unusable():
+            raise EngineError(problem)
         self.slots, self.capacity, self.dtype, self.team = slots, capacity, dtype, team or Ranks()
         self.version = -1
         self.stats = EngineStats()
         self._device, self._ends = torch.device(device), sorted(end_ids)
         self._limits = (start_timeout, timeout)
         self._checkpoint = Checkpoint.read(Path(folder))
-        self._arguments = self._defaults(str(folder), memory_fraction, deterministic) | dict(extra or {})
+        defaults = server_arguments(
+            str(folder), self._ends, slots=slots, tokens=(slots + 1) * capacity + 64, dtype=dtype, device=self._device,
+            ranks=self.team.world, memory_fraction=memory_fraction, deterministic=deterministic,
+        )  # fmt: skip
+        self._arguments, self._seed, self._starts, self._log = defaults | dict(extra or {}), seed, 0, log
         self._share_key()
         self._host: HostProcess | None = None  # of the first rank of a team alone
         self._broken: EngineError | None = None
         self._start()
-
-    def _defaults(self, folder: str, memory_fraction: float, deterministic: bool) -> dict[str, Any]:
-        arguments: dict[str, Any] = {
-            "model_path": folder, "dtype": str(self.dtype).removeprefix("torch."), "skip_tokenizer_init": True, "random_seed": 0,
-            "max_running_requests": self.slots, "enable_memory_saver": True, "enable_deterministic_inference": deterministic,
-            "weight_version": "-1", "log_level": "error", "tp_size": self.team.world,
-            "sleep_on_idle": True,  # or its loop keeps a core busy while we train
-            "json_model_override_args": json.dumps({"eos_token_id": self._ends}), "device": self._device.type,
-            "max_total_tokens": (self.slots + 1) * self.capacity + 64,  # on a GPU fewer where memory_fraction has no room for them
-        }  # fmt: skip
-        if self._device.type == "cpu":
-            return arguments | {"attention_backend": "torch_native", "sampling_backend": "pytorch", "disable_cuda_graph": True}
-        return arguments | {"mem_fraction_static": memory_fraction, "base_gpu_id": self._device.index or 0}
 
     def _share_key(self) -> None:
         """Tensors in the host's memory are shared by those who know one key; SGLang's processes get that of the team's first rank."""
@@ -111,7 +104,9 @@ class SGLangEngine:
         self.stats.peak_kv_bytes = self._checkpoint.kv_bytes(facts["tokens"], self.dtype)
 
     def _new_host(self) -> dict[str, Any]:
-        self._host = HostProcess(self._arguments, *self._limits)
+        seed = request_seed(self._seed, "engine", self._starts) % SEEDS
+        self._starts += 1
+        self._host = HostProcess({"random_seed": seed} | self._arguments, *self._limits, self._log)
         return self._host.facts
 
     def restart(self) -> None:
@@ -208,25 +203,23 @@ class SGLangEngine:
     def _completion(
         self, request: Request, ids: list[int], logprobs: list[float], facts: dict[str, Any], max_tokens: int
     ) -> Completion:  # fmt: skip
-        prompt = facts.get("prompt_tokens", 0)
+        prompt = facts["prompt_tokens"]
         self.stats.sampled_tokens += len(ids)
         self.stats.prompt_tokens += prompt
-        self.stats.computed_prompt_tokens += prompt - facts.get("cached_tokens", 0)
+        self.stats.computed_prompt_tokens += prompt - facts["cached_tokens"]
         if len(ids) != len(logprobs):
             raise EngineError(f"request {request.id}: SGLang gave {len(ids)} tokens and {len(logprobs)} log-probabilities")
         versions = list(request.versions)
-        for span in facts.get("weight_versions") or ():
-            versions = append_version(versions, int(span["version"]), span["end"] - span["start"])
-        whole, reason = [*request.sampled_ids, *ids], facts["finish_reason"]["type"]
+        for version, count in facts["versions"]:
+            versions = append_version(versions, version, count)
+        whole, reason = [*request.sampled_ids, *ids], facts["finish_reason"]
         if reason == "abort" and ids and (ids[-1] in self._ends or len(whole) >= max_tokens):  # it ended in the very step of the abort
             reason = "stop" if ids[-1] in self._ends else "length"
         return Completion(request.id, whole, [*request.sampled_logprobs, *logprobs], versions, reason)
 
     def _parameters(self, request: Request, sampling: Sampling) -> dict[str, Any]:
-        return {
-            "temperature": sampling.temperature, "top_k": sampling.top_k or -1, "top_p": sampling.top_p, "stop_token_ids": self._ends,
-            "max_new_tokens": sampling.max_tokens - len(request.sampled_ids), "sampling_seed": request.seed % 2**63,
-        }  # fmt: skip
+        left = sampling.max_tokens - len(request.sampled_ids)
+        return sampling_parameters(sampling.temperature, sampling.top_k, sampling.top_p, self._ends, left, request.seed)
 
     def _check(self, request: Request, sampling: Sampling) -> None:
         check_request(request, sampling, self.capacity)

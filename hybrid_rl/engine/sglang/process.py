@@ -15,29 +15,32 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
 from hybrid_rl.engine.base import EngineDied, EngineError
+from hybrid_rl.engine.sglang.interface import installed, withheld
 
+Died = TypeVar("Died", bound=EngineError)
 LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")  # ours, not the engine's
-TAIL = 20  # lines of its log that an error repeats
+TAIL = 20  # lines of its log that a traceback repeats
 CAUSE = re.compile(r"[\w.]*(Error|Exception|Exit)\b.*")  # the last line of a traceback
 
 
 class HostProcess:
     """`hybrid_rl.engine.sglang.host` with an engine of these arguments.
 
-    `facts` is what it said when it was ready. Raises EngineError, with the end of its log, where it does not get there within
-    `start_timeout` s. Later an answer or a sign of progress must come every `timeout` s: a process that is silent for longer is
-    killed with all its children, and like one that ended by itself raises EngineDied.
+    `facts` is what it said when it was ready. Raises EngineError if it does not get there within `start_timeout` s. Later an answer or
+    a sign of progress must come every `timeout` s: a process that is silent for longer is killed with all its children, and like one
+    that ended by itself raises EngineDied. An error is one line with the cause, and names the file `log`, to which the process writes.
     """
 
-    def __init__(self, arguments: Mapping[str, Any], start_timeout: float, timeout: float):
-        self.timeout = timeout
+    def __init__(self, arguments: Mapping[str, Any], start_timeout: float, timeout: float, log: Path | None = None):
+        self.timeout, self._path = timeout, log
         self._dead: EngineError | None = None
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the process
+        self._log = log.open("ab+") if log else tempfile.TemporaryFile()  # noqa: SIM115  # as long as the process
+        self._begin = self._log.seek(0, os.SEEK_END)  # an earlier process may have written before
         self._process, self.connection = _start(dict(arguments), self._log.fileno(), max(timeout, 1.0))
         self._family: list[psutil.Process] = []
         self._leaves: list[str] = []  # files that SGLang does not remove
@@ -45,7 +48,7 @@ class HostProcess:
         kind, self.facts = self._first(start_timeout)
         if kind != "ready":
             self.close()
-            raise EngineError(f"SGLang did not start: {self.facts}{self._tail()}")
+            raise self._noted(EngineError(f"{self._failed} {self.facts.splitlines()[0]}{self._place}"))
         self._leaves += self.facts["leaves"]
         self._family += psutil.Process(self._process.pid).children(recursive=True)
 
@@ -63,7 +66,7 @@ class HostProcess:
             return self.receive(limit)
         except EngineDied as error:
             said = str(error).replace("engine.timeout", "engine.start_timeout")
-            raise EngineError(f"SGLang did not start: {said}") from None
+            raise self._noted(EngineError(f"{self._failed} {said}")) from None
 
     def tell(self, *message: object) -> None:
         self._alive()
@@ -133,16 +136,35 @@ class HostProcess:
 
     def _died(self, how: str) -> EngineDied:
         _kill(self._process, self._family)
-        self._dead = EngineDied(how + self._tail())
+        cause = next((f": {line}" for line in reversed(self._output()) if CAUSE.match(line)), "")
+        self._dead = died = self._noted(EngineDied(f"{how}{cause}{self._place}"))
         self._end()
-        return self._dead
+        return died
 
-    def _tail(self) -> str:
-        """What its log says of the cause, in the same line, and then how it ends."""
-        self._log.seek(0)
-        lines = self._log.read().decode(errors="replace").strip().splitlines()
-        cause = next((f": {line}" for line in reversed(lines) if CAUSE.match(line)), "")
-        return f"{cause}. Its last lines:\n" + "\n".join(lines[-TAIL:]) if lines else "; it said nothing"
+    @property
+    def _failed(self) -> str:
+        return f"SGLang {installed()} did not start (engine=local runs without it):"
+
+    @property
+    def _place(self) -> str:
+        return f"; its output is in {self._path}" if self._path else ""
+
+    def _output(self) -> list[str]:
+        self._log.seek(self._begin)
+        return self._log.read().decode(errors="replace").strip().splitlines()
+
+    def _noted(self, error: Died) -> Died:
+        """Return the error with the end of the process' output, which a traceback shows."""
+        error.add_note("\n".join(["The last lines of SGLang's process:", *self._output()[-TAIL:]]))
+        return error
+
+
+def environment() -> dict[str, str]:
+    """Return the variables that SGLang's process gets."""
+    kept = {name: value for name, value in os.environ.items() if name not in LAUNCHERS and not name.startswith("TORCHELASTIC")}
+    kept = {name: value for name, value in kept.items() if name not in withheld()}
+    kept["PYTHONPATH"] = os.pathsep.join(path for path in (str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH")) if path)
+    return kept
 
 
 def _start(arguments: dict[str, Any], log: int, timeout: float) -> tuple[subprocess.Popen[bytes], Connection]:
@@ -151,12 +173,10 @@ def _start(arguments: dict[str, Any], log: int, timeout: float) -> tuple[subproc
     limit = struct.pack("ll", int(timeout), int(timeout % 1 * 1e6))
     for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # in the middle of a message too
         ours.setsockopt(socket.SOL_SOCKET, option, limit)
-    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHERS and not name.startswith("TORCHELASTIC")}
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in (str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH")) if path)
     command = [sys.executable, "-m", "hybrid_rl.engine.sglang.host", str(theirs.fileno())]
     with theirs:
         process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            command, pass_fds=[theirs.fileno()], stdout=log, stderr=subprocess.STDOUT, env=environment(), start_new_session=True
         )
     connection = Connection(ours.detach())
     connection.send((bytes(multiprocessing.current_process().authkey), arguments))

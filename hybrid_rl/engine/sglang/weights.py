@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from hybrid_rl.engine.base import EngineError
+from hybrid_rl.engine.sglang.interface import flat_bucket
 
 # SGLang's one matrix for several of a checkpoint's, stacked in this order
 STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -146,10 +147,7 @@ def _same(pieces: Sequence[Tensor], copies: int, name: str) -> None:
 
 def payload(named: Sequence[tuple[str, Tensor]], device: torch.device, dtype: torch.dtype) -> bytes:
     """One flat tensor in memory that SGLang's processes can map, and what lies where in it."""
-    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
-
     held = [(name, tensor.detach().to(device, dtype if tensor.is_floating_point() else None)) for name, tensor in named]
-    bucket = FlattenedTensorBucket(named_tensors=held)
     buffer = io.BytesIO()
-    ForkingPickler(buffer).dump({"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()})
+    ForkingPickler(buffer).dump(flat_bucket(held))
     return buffer.getvalue()

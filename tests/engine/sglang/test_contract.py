@@ -2,70 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
-import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
-if importlib.util.find_spec("sglang") is None:
-    pytest.skip("SGLang is not installed here; `make test-sglang` installs it for the CPU", allow_module_level=True)
-
 from hybrid_rl.config import EngineKind
-from hybrid_rl.engine.base import KV_CACHE, WEIGHTS, EngineError, EngineStats, Request, Sampling
+from hybrid_rl.engine.base import KV_CACHE, WEIGHTS, EngineError, Request, Sampling
 from hybrid_rl.engine.make import choose_engine
 from hybrid_rl.engine.sglang.engine import SGLangEngine
-from hybrid_rl.policy.model import Policy
 from tests.engine_contract import PROMPTS, EngineContract, checkpoint, collect, requests, tokens
 
-KV_TOKENS = 65536  # 32 MiB in the tiny models: enough to be seen in the memory of a process
 SUPPORTED = ["qwen3", "staggered", "llama", "qwen2", "granite", "phi3"]
-ALIVE = 8  # engines at a time; those that wait use no processor
-
-
-def start(folder: Path, slots: int = 8, capacity: int = 64) -> SGLangEngine:
-    policy = Policy.load(folder, torch.device("cpu"))
-    engine = SGLangEngine(folder, policy.end_ids(), slots, capacity, extra={"max_total_tokens": KV_TOKENS})
-    engine.set_version(0)
-    return engine
-
-
-@pytest.fixture(scope="module")
-def engines() -> Iterator[dict[tuple, SGLangEngine]]:
-    kept: dict[tuple, SGLangEngine] = {}
-    yield kept
-    with ThreadPoolExecutor() as pool:  # each takes its seconds
-        list(pool.map(SGLangEngine.close, kept.values()))
-
-
-@pytest.fixture
-def make_engine(engines: dict[tuple, SGLangEngine]) -> Callable[..., SGLangEngine]:
-    """An engine as new: started, or one from before that was given its folder's weights again."""
-
-    def make(folder: Path, slots: int = 8, capacity: int = 64) -> SGLangEngine:
-        key = (folder, slots, capacity)
-        engine = engines.pop(key, None)
-        if engine is not None and not engine._host.dead:
-            engine.abort()
-            engine.wake([KV_CACHE, WEIGHTS])
-            engine.update_weights([checkpoint(folder)], version=0)
-            engine.stats = EngineStats()
-        else:
-            engine = start(folder, slots, capacity)
-        engines[key] = engine  # now the one used last
-        while len(engines) > ALIVE:
-            engines.pop(next(iter(engines))).close()
-        return engine
-
-    return make
 
 
 class TestSGLangEngine(EngineContract):
@@ -167,80 +115,6 @@ def test_a_tied_weight_may_come_under_its_other_name(make_engine, folder_of) -> 
 def test_a_model_that_could_not_be_compared_is_refused(folder_of, name: str) -> None:
     with pytest.raises(EngineError, match=f"{name} in another form.*engine=local"):
         SGLangEngine(folder_of(name), frozenset([257]), 8, 64)
-
-
-@pytest.mark.parametrize("victim", ["scheduler", "host"])
-@pytest.mark.parametrize("moment", ["idle", "sampling"])
-def test_a_dead_engine_is_an_error_and_hurts_nobody(tiny_folder: Path, victim: str, moment: str) -> None:
-    engine, bystander = start(tiny_folder), subprocess.Popen(["sleep", "600"])
-    try:
-        stream = engine.generate(requests(), Sampling(max_tokens=30)) if moment == "sampling" else None
-        host = psutil.Process(engine._host.pid)
-        family = [host, *host.children(recursive=True)]
-        os.kill(next(p.pid for p in family if "scheduler" in p.name()) if victim == "scheduler" else host.pid, signal.SIGKILL)
-        with pytest.raises(EngineError, match="has ended"):
-            list(stream) if stream else engine.update_weights([checkpoint(tiny_folder)], 1)
-        for call in (lambda: engine.generate(requests(), Sampling()), engine.sleep, lambda: engine.set_version(3)):
-            with pytest.raises(EngineError, match="has ended"):
-                call()
-        psutil.wait_procs(family, timeout=20)
-        assert not [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-        engine.close()
-        assert bystander.poll() is None
-    finally:
-        engine.close()
-        bystander.kill()
-        bystander.wait()
-
-
-def test_close_ends_its_own_processes_alone(tiny_folder: Path) -> None:
-    engine, bystander = start(tiny_folder), subprocess.Popen(["sleep", "600"])
-    host = psutil.Process(engine._host.pid)
-    family = [host, *host.children(recursive=True)]
-    assert len(family) >= 2
-    engine.close()
-    engine.close()
-    assert not [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-    assert bystander.poll() is None
-    with pytest.raises(EngineError, match="closed"):
-        engine.generate(requests(), Sampling())
-    bystander.kill()
-    bystander.wait()
-
-
-def test_a_process_that_is_killed_leaves_no_engine_behind(tiny_folder: Path) -> None:
-    program = (
-        "import sys, time\nfrom hybrid_rl.engine.sglang.engine import SGLangEngine\n"
-        f"engine = SGLangEngine({str(tiny_folder)!r}, frozenset([257]), 4, 64)\nprint(engine._host.pid, flush=True)\ntime.sleep(600)"
-    )
-    owner = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    assert owner.stdout is not None
-    host = psutil.Process(int(owner.stdout.readline()))
-    family = [host, *host.children(recursive=True)]
-    owner.kill()
-    owner.wait()
-    _, alive = psutil.wait_procs(family, timeout=30)
-    assert not alive
-
-
-def test_what_does_not_start_says_why(tiny_folder: Path) -> None:
-    with pytest.raises(EngineError, match="room for"):
-        SGLangEngine(tiny_folder, frozenset([257]), 4, 100_000)
-    with pytest.raises(EngineError, match="no_such_argument"):
-        SGLangEngine(tiny_folder, frozenset([257]), 4, 64, extra={"no_such_argument": 1})
-
-
-def test_a_recipe_trains_with_it(tmp_path: Path) -> None:
-    """Whole runs of the command: every handover is verified, and what the engine sampled has the trainer's probabilities."""
-    command = [sys.executable, "-m", "hybrid_rl.run", "+recipe=reverse", "engine=sglang", "handover.verify=true", f"output_dir={tmp_path}"]
-    small = ["sft.steps=4", "rl.steps=3", "eval.max_tasks=4", "rollout.batch_size=16", "rollout.group_size=4", "rollout.max_tokens=24"]
-    result = subprocess.run([*command, *small], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert "engine sglang" in result.stdout
-    (metrics,) = tmp_path.glob("reverse/*/metrics.jsonl")
-    steps = [line for line in map(json.loads, metrics.read_text().splitlines()) if "mismatch_kl" in line]
-    assert len(steps) == 3
-    assert max(step["mismatch_kl"] for step in steps) < 1e-6
 
 
 def test_auto_takes_it_on_a_gpu_alone() -> None:

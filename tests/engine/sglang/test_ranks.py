@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-if importlib.util.find_spec("sglang") is None:
-    pytest.skip("SGLang is not installed here; `make test-sglang` installs it for the CPU", allow_module_level=True)
-
 from hybrid_rl.config import PolicyConfig
-from hybrid_rl.engine.base import Completion, EngineError, Sampling
+from hybrid_rl.engine.base import EngineError, Sampling
 from hybrid_rl.engine.local import LocalEngine
 from hybrid_rl.engine.sglang.engine import SGLangEngine
 from hybrid_rl.handover import hand_over, take_back
 from hybrid_rl.policy.model import Policy
 from hybrid_rl.processes.ranks import Ranks
-from tests.engine_contract import requests
+from tests.engine_contract import collect, requests
 from tests.ranks import on_ranks
 
 SAMPLING = Sampling(max_tokens=16)
@@ -36,22 +30,6 @@ def expected(folder: Path) -> dict[int, list[int]]:
     engine = LocalEngine(policy.model, policy.end_ids(), 8, 64)
     engine.set_version(0)
     return {c.id: c.token_ids for c in engine.generate(requests(), Sampling(temperature=0.0, max_tokens=16))}
-
-
-@pytest.fixture(scope="module")
-def one_engine(folder_of) -> Callable[[str], dict[int, Completion]]:
-    """What one engine on one rank samples from a model."""
-
-    @cache
-    def completions(name: str) -> dict[int, Completion]:
-        engine = SGLangEngine(folder_of(name), Policy.load(folder_of(name), torch.device("cpu")).end_ids(), 8, 64)
-        try:
-            engine.set_version(0)
-            return {c.id: c for c in engine.generate(requests(), SAMPLING)}
-        finally:
-            engine.close()
-
-    return completions
 
 
 def sampled(ranks: Ranks, folder: Path, other: Path, width: int) -> dict[str, Any]:
@@ -91,7 +69,7 @@ def sampled(ranks: Ranks, folder: Path, other: Path, width: int) -> dict[str, An
         ("phi3", 2, 2),  # and here one that it cuts
     ],
 )
-def test_ranks_sample_what_one_would(folder_of, one_engine, name: str, world: int, width: int) -> None:
+def test_ranks_sample_what_one_would(folder_of, make_engine, name: str, world: int, width: int) -> None:
     folder, other = folder_of(name), folder_of(name, seed=1)
     results = on_ranks(world, sampled, folder, other, width, timeout=300.0)  # engines start in it
     greedy = {i: out for result in results for i, out in result["greedy"].items()}
@@ -100,19 +78,18 @@ def test_ranks_sample_what_one_would(folder_of, one_engine, name: str, world: in
     assert all(result["moved"] and result["again"] for result in results)
     assert [bool(result["greedy"]) for result in results] == [rank % width == 0 for rank in range(world)]
     assert all(result["freed"] > 0 for result in results[::width])
-    one = one_engine(name)
+    one = collect(make_engine(folder), requests(), SAMPLING)
     seeds = {i: out for result in results for i, out in result["seeds"].items()}
     assert {i: out[0] for i, out in seeds.items()} == {i: c.token_ids for i, c in one.items()}
     for i, c in one.items():
         assert seeds[i][1] == pytest.approx(c.logprobs, abs=1e-5)
 
 
-@pytest.mark.parametrize("width", [1, 2])
-def test_the_recipe_on_two_ranks(tmp_path: Path, width: int) -> None:
+def test_the_recipe_on_a_team_of_two_ranks(tmp_path: Path) -> None:
     """As a user starts it; each handover is compared, and what was sampled has the trainer's probabilities."""
     command = [sys.executable, "-m", "hybrid_rl.run", "+recipe=reverse", "engine=sglang", f"output_dir={tmp_path}", "ranks=2"]
-    small = ["sft.steps=30", "rl.steps=2", "eval.max_tasks=16", f"engine.tensor_parallel={width}", "handover.verify=true"]
-    environment = os.environ | {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(i) for i in range(width))}
+    small = ["sft.steps=30", "rl.steps=2", "rl.max_empty_steps=0", "eval.max_tasks=16", "engine.tensor_parallel=2", "handover.verify=true"]
+    environment = os.environ | {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
     result = subprocess.run([*command, *small, "rollout.max_tokens=32"], capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "2 ranks on cpu" in result.stdout

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
 from itertools import pairwise
 
 import pytest
 import torch
-
-if importlib.util.find_spec("sglang") is None:
-    pytest.skip("SGLang is not installed here; `make test-sglang` installs it for the CPU", allow_module_level=True)
 
 from hybrid_rl.algo.mismatch import mismatch_kl
 from hybrid_rl.config import LoraConfig, OptimizerConfig, PolicyConfig, Precision
@@ -35,20 +29,10 @@ GREEDY = Sampling(temperature=0.0, max_tokens=24)
 EngineOf = Callable[..., SGLangEngine]
 
 
-@pytest.fixture(scope="module")
-def engine_of(folder_of) -> Iterator[EngineOf]:
-    """One engine for each kind of model and precision; it begins with weights that no test's policy has."""
-    made: list[SGLangEngine] = []
-
-    @cache
-    def start(name: str, dtype: torch.dtype = torch.float32) -> SGLangEngine:
-        folder = folder_of(name, seed=1)
-        made.append(SGLangEngine(folder, Policy.load(folder, CPU).end_ids(), 8, CAPACITY, dtype=dtype))
-        return made[-1]
-
-    yield start
-    with ThreadPoolExecutor() as pool:  # each takes its seconds
-        list(pool.map(SGLangEngine.close, made))
+@pytest.fixture
+def engine_of(make_engine, folder_of) -> EngineOf:
+    """An engine for a kind of model and precision; it begins with weights that no test's policy has."""
+    return lambda name, dtype=torch.float32: make_engine(folder_of(name, seed=1), capacity=CAPACITY, dtype=dtype)
 
 
 def handed_over(engine: Engine, policy: Policy, version: int, sampling: Sampling) -> dict[int, list[int]]:

@@ -1,0 +1,203 @@
+"""What a layer may ask of attention (windows, softcap, sinks): every layout against a sum over single tokens in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hybrid_rl.engine.kv_cache import Decode, KVCache, Prefill
+from hybrid_rl.policy import model as model_module
+from hybrid_rl.policy.attention import LayerAttention, Packed, Padded
+from hybrid_rl.policy.model import ModelError, Policy
+from hybrid_rl.policy.trees import Trees
+from tests.policy.test_layout import LAYOUTS, assert_same_gradient, mixed, plain, run
+
+CPU = torch.device("cpu")
+HEADS, KV_HEADS, DIM = 4, 2, 8
+
+
+def by_hand(query: Tensor, key: Tensor, value: Tensor, how: LayerAttention) -> Tensor:
+    """One sample, token by token: query [H, T, D], key and value [K, T, D] → [T, H, D]."""
+    rows = []
+    for t in range(query.shape[1]):
+        first = 0 if how.window is None else max(0, t - how.window + 1)
+        heads = []
+        for h in range(HEADS):
+            k, v = (x[h * KV_HEADS // HEADS, first : t + 1] for x in (key, value))
+            scores = how.scaling * (k @ query[h, t])
+            if how.softcap is not None:
+                scores = how.softcap * torch.tanh(scores / how.softcap)
+            weights = scores.exp()
+            heads.append(weights @ v / (weights.sum() + (0 if how.sinks is None else how.sinks[h].exp())))
+        rows.append(torch.stack(heads))
+    return torch.stack(rows)
+
+
+def tensors(tokens: int, seed: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Query, key and value of a flat row, [1, heads, T, D]."""
+    generator = torch.Generator().manual_seed(seed)
+    made = [torch.randn(1, heads, tokens, DIM, generator=generator, dtype=torch.float64) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    return [x.to(dtype).requires_grad_() for x in made]
+
+
+@st.composite
+def asked(draw: st.DrawFn) -> LayerAttention:
+    sinks = torch.tensor(draw(st.lists(st.floats(-2, 2), min_size=HEADS, max_size=HEADS)), dtype=torch.float64)
+    window = draw(st.none() | st.integers(1, 14))
+    return LayerAttention(0.3, window, draw(st.none() | st.floats(0.5, 20)), draw(st.sampled_from([None, sinks])))
+
+
+def assert_same(layout: object, parts: list[Tensor], how: LayerAttention, seed: int, dtype: torch.dtype = torch.float64) -> None:
+    """`parts`: flat positions of each sample's tokens. Values and gradients are compared, the latter of a random weighting."""
+    tokens = 1 + max(int(part.max()) for part in parts)
+    row = tensors(tokens, seed, dtype)
+    got = layout.attend(0, *row, how)  # type: ignore[attr-defined]
+    assert got.shape == (1, tokens, HEADS, DIM)
+    assert got.dtype == dtype
+    exact = [x.detach().double().requires_grad_() for x in row]
+    results = [by_hand(*(x[0, :, part] for x in exact), how) for part in parts]
+    weights = torch.randn(tokens, HEADS, DIM, generator=torch.Generator().manual_seed(seed + 1), dtype=torch.float64)
+    # tokens that samples share (a prompt) have one result in the row and several here, all of them equal
+    expected = torch.full_like(weights, torch.nan)
+    loss = torch.zeros((), dtype=torch.float64)
+    done: set[int] = set()
+    for part, result in zip(parts, results, strict=True):
+        fresh = [i for i, t in enumerate(part.tolist()) if t not in done]
+        done |= set(part.tolist())
+        expected[part] = result.detach()
+        loss = loss + (weights[part[fresh]] * result[fresh]).sum()
+    covered = ~expected.isnan().any(-1).any(-1)
+    tolerance = {"rtol": 0, "atol": 1e-5} if dtype != torch.bfloat16 else {"rtol": 0, "atol": 5e-2}
+    torch.testing.assert_close(got[0][covered].double(), expected[covered], **tolerance)
+    (weights * got[0].double())[covered].sum().backward()
+    loss.backward()
+    for ours, theirs in zip(row, exact, strict=True):
+        assert ours.grad.isfinite().all()
+        torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=0, atol=1e-5 if dtype != torch.bfloat16 else 0.2)
+
+
+@st.composite
+def forests(draw: st.DrawFn) -> list[tuple[int, list[int]]]:
+    """Prompts of 0 to 8 tokens with branches of 0 to 8; none is empty as a whole."""
+    branches = st.lists(st.integers(0, 8), min_size=1, max_size=4)
+    return draw(st.lists(st.tuples(st.integers(0, 8), branches).filter(lambda t: t[0] + max(t[1])), min_size=1, max_size=3))
+
+
+@example(forest=[(1, [8]), (8, [1])], how=LayerAttention(0.3, 1, 2.0), seed=0)  # padding whose window lies beyond all keys
+@given(forest=forests(), how=asked(), seed=st.integers(0, 9))
+@settings(max_examples=40)
+def test_trees(forest: list[tuple[int, list[int]]], how: LayerAttention, seed: int) -> None:
+    parts, start = [], 0
+    for prompt, sizes in forest:
+        root = torch.arange(start, start + prompt)
+        start += prompt
+        for size in sizes:
+            if prompt + size:
+                parts.append(torch.cat([root, torch.arange(start, start + size)]))
+            start += size
+    assert_same(Trees(forest), parts, how, seed)
+
+
+@given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=4), how=asked(), seed=st.integers(0, 9))
+@settings(max_examples=40)
+def test_packed_and_padded_rows(lengths: list[int], how: LayerAttention, seed: int) -> None:
+    ends = np.cumsum(lengths)
+    assert_same(Packed(lengths), [torch.arange(end - n, end) for n, end in zip(lengths, ends, strict=True)], how, seed)
+    width = max(lengths)
+    assert_same(Padded(width), [torch.arange(i * width, i * width + width) for i in range(len(lengths))], how, seed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("how", [LayerAttention(0.3, 4), LayerAttention(0.3, 4, 2.0, torch.linspace(-1, 1, HEADS))])
+def test_lower_precision(dtype: torch.dtype, how: LayerAttention) -> None:
+    parts = [torch.cat([torch.arange(6), torch.arange(6 + 7 * i, 13 + 7 * i)]) for i in range(3)]
+    assert_same(Trees([(6, [7, 7, 7])]), parts, how, 0, dtype)
+    assert_same(Packed([20, 7]), [torch.arange(20), torch.arange(20, 27)], how, 0, dtype)
+
+
+@given(
+    prompts=st.lists(st.integers(1, 9), min_size=1, max_size=4), steps=st.integers(1, 6), how=asked(), seed=st.integers(0, 9)
+)  # fmt: skip
+@settings(max_examples=40)
+def test_decoding_token_by_token_is_one_forward_of_the_whole(prompts: list[int], steps: int, how: LayerAttention, seed: int) -> None:
+    samples = [[x[0].detach() for x in tensors(n + steps, seed + i)] for i, n in enumerate(prompts)]
+    expected = [by_hand(*sample, how) for sample in samples]
+    prefill = Prefill(prompts)
+    flat = [torch.cat([sample[x][:, :n] for sample, n in zip(samples, prompts, strict=True)], dim=1)[None] for x in range(3)]
+    first = prefill.attend(0, *flat, how)[0].split(prompts)
+    cache = KVCache(len(prompts), max(prompts) + steps, [flat[1][0].shape], [flat[2][0].shape], torch.float64, CPU)
+    for slot, n in enumerate(prompts):
+        cache.store([slot], [prefill.keys[0][slot]], [prefill.values[0][slot]])
+        torch.testing.assert_close(first[slot], expected[slot][:n], rtol=0, atol=1e-5)
+    for step in range(steps):
+        layout = Decode(cache, len(prompts))
+        new = [torch.stack([s[x][:, n + step : n + step + 1] for s, n in zip(samples, prompts, strict=True)]) for x in range(3)]
+        got = layout.attend(0, *new, how)
+        for slot, n in enumerate(prompts):
+            torch.testing.assert_close(got[slot, 0], expected[slot][n + step], rtol=0, atol=1e-5)
+
+
+# ---- whole models -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 7, 12, 28, 29, 10_000])
+def test_any_window_gives_the_numbers_of_plain_transformers(folder_of, reference_of, monkeypatch, window: int) -> None:
+    """From one token to more than any sample has; prompts have 3 to 9 tokens, samples up to 29."""
+    policy, reference, rollouts = Policy.load(folder_of("mistral"), CPU), reference_of(folder_of("mistral")).model, mixed()
+    for model in (policy.model, reference):
+        monkeypatch.setattr(model.config, "sliding_window", window)  # the layers look there in each forward
+    expected, expected_gradient = plain(reference, rollouts)
+    for layout in LAYOUTS:
+        logprobs, gradient = run(policy, rollouts, layout, 2048)
+        torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-5)
+        assert_same_gradient(gradient, expected_gradient)
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt_oss"])
+def test_logprobs_are_those_of_float64(folder_of, reference_of, name: str) -> None:
+    policy, exact, rollouts = Policy.load(folder_of(name), CPU), reference_of(folder_of(name)).exact, mixed()
+    expected = plain(exact, rollouts)[0].double()
+    for layout in LAYOUTS:
+        torch.testing.assert_close(run(policy, rollouts, layout, 2048)[0].double(), expected, rtol=0, atol=1e-5)
+
+
+def test_a_window_that_no_sample_reaches_builds_no_mask() -> None:
+    packed, padded, trees = Packed([5, 12]), Padded(17), Trees([(5, [12, 3])])
+    for layout, tokens in ((packed, 17), (padded, 17), (trees, 20)):
+        layout.attend(0, *tensors(tokens, 0), LayerAttention(0.3, window=17))
+        layout.attend(1, *tensors(tokens, 0), LayerAttention(0.3))
+    assert not packed._bands._made
+    assert not padded._bands._made
+    assert not trees._bands._made
+    assert [list(bucket._seen) for bucket in trees.buckets] == [[None]]
+
+
+# ---- what loading compares --------------------------------------------------------------------------------------------
+
+
+def test_a_window_that_is_not_handed_to_attention_is_refused_where_rows_reach_it(folder_of) -> None:
+    """Phi-3.5-MoE's windows are in its masks alone, which layouts do not use."""
+    settings = model_module.PolicyConfig(row_tokens=64)
+    with pytest.raises(ModelError, match=r"layer 0 has a window of 63 tokens .* policy.row_tokens=63 or less"):
+        Policy.load(folder_of("phimoe"), CPU, settings)
+    Policy.load(folder_of("phimoe"), CPU, replace(settings, row_tokens=63))
+
+
+def test_logits_that_are_changed_in_an_unknown_way_are_refused(folder_of, monkeypatch) -> None:
+    monkeypatch.setattr(model_module, "logits_of", lambda head, config: head)
+    for name in ("granite_scaled", "cohere", "gemma2"):
+        with pytest.raises(ModelError, match="changes its logits after the output embeddings"):
+            Policy.load(folder_of(name), CPU)
+
+
+def test_attention_other_than_the_models_own_is_refused(folder_of, monkeypatch) -> None:
+    attend = Packed.attend
+    monkeypatch.setattr(Packed, "attend", lambda self, layer, q, k, v, how: attend(self, layer, q, k, v, replace(how, softcap=None)))
+    with pytest.raises(ModelError, match="computes attention in a way of its own"):
+        Policy.load(folder_of("gemma2"), CPU)
