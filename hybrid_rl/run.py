@@ -199,8 +199,9 @@ def _begun(folder: Path) -> bool:
 def _check_writable(folder: Path, setting: str) -> Path:
     """Return the folder. Raise ConfigError, which names the setting, when files cannot be written to it, or it cannot be made."""
     try:
-        if folder.exists() and not folder.is_dir():
-            raise ConfigError(f"{setting}: is a file; choose another folder")
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        if not there.is_dir():
+            raise ConfigError(f"{setting}: {there} is a file; choose another folder")
         check_writable(folder if folder.exists() else folder.parent)
     except OSError as error:
         raise ConfigError(f"{setting}: cannot be written to: {error.strerror}; choose another folder") from error

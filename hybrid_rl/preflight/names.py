@@ -129,6 +129,8 @@ def composition_problem(error: Exception, overrides: Sequence[Override]) -> str:
         return f"+{match[1] or match[2]} (command line): it is there already; leave the + out"
     if match := re.match(r"Could not override '([^.]*)'\.$", first_line(error)):
         return f"{match[1]} (command line): has no choice yet that could be changed; add one: +{match[1]}=NAME"
+    if match := re.match(r"Could not override 'hydra\.(.*)'\.$", first_line(error)):
+        return f"hydra.{match[1]} (command line): there is no such key of Hydra's"
     if match := re.search(r"Could not find 'hydra/(launcher|sweeper)/(.*)'", first_line(error)):
         return f"hydra/{match[1]}={match[2]} (command line): there is no such {match[1]}; install its plugin, hydra-{match[2]}-{match[1]} perhaps"
     if line.endswith("is not Optional"):

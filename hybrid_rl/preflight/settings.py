@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import math
+import os
 import site
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -95,11 +96,11 @@ def _resumed_folder(parsed: Sequence[Override]) -> Path | None:
     if value in RESUME or value is None:
         return None
     folder = Path(str(value))
-    if not folder.is_dir() or not (folder / "config.yaml").is_file():
-        inside = next((f for f in [*folder.absolute().parents][:2] if str(value) and (f / "config.yaml").is_file()), None)
+    if not str(value) or not os.path.isfile(folder / "config.yaml"):
+        inside = next((f for f in [*folder.absolute().parents][:2] if str(value) and os.path.isfile(f / "config.yaml")), None)
         if inside:
             raise ConfigError(f"resume={value} (command line): lies inside a run's folder; name the folder, resume={inside}")
-        if not str(value) or not folder.is_dir():
+        if not str(value) or not os.path.isdir(folder):  # a folder without its settings is told of with them
             raise ConfigError(f"resume={value} (command line): must be never, auto, must, or the folder of a run")
     return folder
 

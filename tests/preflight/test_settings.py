@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 from hybrid_rl.config import Config, ConfigError
 from hybrid_rl.preflight.names import keys
 from hybrid_rl.preflight.settings import load
+from hybrid_rl.run import main
 
 REVERSE = "+recipe=reverse"
 
@@ -92,6 +93,42 @@ BAD = [
     ([REVERSE, "algo.reference=frosen"], "algo.reference=frosen"),
     ([REVERSE, "algo.kl.coef=0.1"], "algo.kl.coef=0.1 (command line): needs a model to measure the distance from; set algo.reference=frozen"),
     ([REVERSE, "algo.kl.coef=-0.1", "algo.reference=frozen"], "algo.kl.coef=-0.1 (command line): must be a number of at least 0"),
+    ([REVERSE, "rl.optimizer.lr=1e-5,2e-5"], "rl.optimizer.lr=1e-5,2e-5 (command line): several values are a sweep, which needs -m; a text with a comma needs quotes"),
+    ([REVERSE, "seed=0,1", "rl.steps=2,3"], "seed=0,1 (command line): several values are a sweep, which needs -m"),
+    ([REVERSE, "seed=range(1,3)"], "seed=range(1,3) (command line): several values are a sweep, which needs -m"),
+    ([REVERSE, "algo/loss=glob(*)"], "algo/loss=glob(*) (command line): several values are a sweep, which needs -m"),
+    ([REVERSE, "~sft"], "~sft (command line): a setting cannot be removed, only changed: sft=VALUE"),
+    ([REVERSE, "~rl.steps=20"], "~rl.steps=20 (command line): a setting cannot be removed, only changed"),
+    ([REVERSE, "~model"], "~model (command line): a setting cannot be removed, only changed"),
+    ([REVERSE, "sft=null"], "sft=null (command line): must not be null"),
+    ([REVERSE, "rl.optimizer.betas=null"], "rl.optimizer.betas=null (command line): must not be null"),
+    ([REVERSE, "rl.steps=???"], "rl.steps=??? (command line): has no value; set rl.steps"),
+    ([REVERSE, "name=???"], "name=??? (command line): has no value; set name"),
+    ([REVERSE, f"seed={10**23}"], f"seed={10**23} (command line): must be at most {2**63 - 1}"),
+    ([REVERSE, "data_seed=-1"], "data_seed=-1 (command line): must be at least 0"),
+    ([REVERSE, f"rl.steps={10**30}"], f"rl.steps={10**30} (command line): must be at most {2**31 - 1}"),
+    ([REVERSE, "name=../elsewhere"], "name=../elsewhere (command line): must be a plain name"),
+    ([REVERSE, "output_dir="], "output_dir= (command line): must be a folder; output_dir=. is the current one"),
+    (["recipe=mine"], "recipe=mine (command line): there is no such choice; there are: reverse, reverse_opd; a recipe is chosen with +recipe=NAME"),
+    (["recipe=reverse"], "recipe=reverse (command line): a recipe is added to the settings: +recipe=reverse"),
+    ([REVERSE, "algo.advantage=gae"], "algo.advantage=gae (command line): a part is chosen with a slash: algo/advantage=gae"),
+    ([REVERSE, "algo.loss=ppo"], "a part is chosen with a slash: algo/loss=ppo"),
+    ([REVERSE, "algo.correction=[tis]"], "a part is chosen with a slash: algo/correction=[tis]"),
+    ([REVERSE, "algo/loss=ppo"], "algo/loss=ppo (command line): there is no such choice; did you mean ppo_clip?"),
+    ([REVERSE, "rollout/batch_size=3"], "there is no such key; did you mean rollout.batch_size?"),
+    ([REVERSE, "logger=wandb"], "logger=wandb (command line): there is no such key; all of them: hybrid_rl/config.py, or --cfg job"),
+    ([REVERSE, "++x=1"], "x=1 (command line): there is no such key; all of them: hybrid_rl/config.py"),
+    ([REVERSE, "+rl.stepz=3"], "rl.stepz=3 (command line): there is no such key; did you mean rl.steps?"),
+    ([REVERSE, "+seed=3"], "+seed (command line): it is there already; leave the + out"),
+    ([REVERSE, "+algo=dapo"], "+algo (command line): it is there already; leave the + out"),
+    ([REVERSE, "reward.limit=3"], "reward.limit=3 (command line): there is no such key; there are: _target_; to add it, write +reward.limit=3"),
+    ([REVERSE, "engine.arguments.tp=2"], "there is no such key; to add it, write +engine.arguments.tp=2"),
+    ([REVERSE, "reward._target_=3"], "reward._target_=3 (command line): must be the path of a function: module.function"),
+    ([REVERSE, "reward._target_=f"], "reward._target_=f (command line): must be the path of a function: module.function"),
+    ([REVERSE, "reward._target_=null"], "reward._target_=None (command line): names no function"),
+    ([REVERSE, "algo.advantage._target_=3"], "algo.advantage._target_=3 (command line): must be the path of a function: module.function"),
+    ([REVERSE, "resume="], "resume= (command line): must be never, auto, must, or the folder of a run"),
+    ([REVERSE, "resume=/etc/passwd"], "resume=/etc/passwd (command line): must be never, auto, must, or the folder of a run"),
     ([REVERSE, "algo.kl.coef=nan", "algo.reference=frozen"], "must be a number of at least 0"),
 ]  # fmt: skip
 
@@ -108,7 +145,7 @@ def test_bad_settings(overrides, expected):
 def test_adapters_without_peft(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name, find=importlib.util.find_spec: None if name == "peft" else find(name))
     assert load([REVERSE]).policy.lora.rank == 0
-    with pytest.raises(ConfigError, match=r"policy.lora.rank=4 \(command line\): .* not installed; pip install 'hybrid_rl\[lora\]'$"):
+    with pytest.raises(ConfigError, match=r"policy.lora.rank=4 \(command line\): .* not installed; pip install -e '.\[lora\]'$"):
         load([REVERSE, "policy.lora.rank=4"])
 
 
@@ -126,7 +163,7 @@ def test_every_default_can_be_overridden_without_plus():
         value = values
         for part in key.split("."):
             value = value[part]
-        if key not in ("name", "model.path", "model.tiny.words", "algo.teacher", "algo.critic.path"):
+        if key not in ("name", "model.path", "model.tiny.words", "algo.teacher", "algo.critic.path", "data_seed"):
             given[key] = value
     assert load([REVERSE, *(f"{key}={value}" for key, value in given.items())]) == config
 
@@ -155,6 +192,38 @@ def test_the_command_reports_in_one_line_and_exits_with_2(tmp_path):
     assert result.stdout == ""
     assert result.stderr == "hybrid_rl: rollout.group_sise=8 (command line): there is no such key; did you mean rollout.group_size?\n"
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([REVERSE, "hydra.run.dir=/proc/x"], "hydra.run.dir=/proc/x: cannot be written to: No such file or directory; choose another folder"),
+        ([REVERSE, "hydra.run.dir={file}"], "hydra.run.dir={file}: {file} is a file; choose another folder"),
+        ([REVERSE, "hydra.run.dir={file}/in"], "hydra.run.dir={file}/in: {file} is a file; choose another folder"),
+        ([REVERSE, "output_dir=/proc/x"], "output_dir=/proc/x: cannot be written to: No such file or directory; choose another folder"),
+        ([REVERSE, "-m", "hydra.sweep.dir=/proc/x", "seed=0,1"], "hydra.sweep.dir=/proc/x: cannot be written to: No such file or directory; choose another folder"),
+        ([REVERSE, "-m", "hydra/launcher=nowhere", "seed=0,1"], "hydra/launcher=nowhere (command line): there is no such launcher; install its plugin, hydra-nowhere-launcher perhaps"),
+        ([REVERSE, "hydra.run.dir=null"], "hydra.run.dir=null (command line): must not be null"),
+        ([REVERSE, "hydra.jog.chdir=true"], "hydra.jog.chdir (command line): there is no such key of Hydra's"),
+        ([REVERSE, "hydra=3"], "Config group override must be a string or a list. Got int"),
+        ([REVERSE, "--config-name=mine"], "--config-name=mine: is not supported; settings of your own are recipes: --config-dir FOLDER +recipe=NAME"),
+        ([REVERSE, "-m", "resume=.", "seed=0,1"], "resume=.: a sweep starts its own runs; go on with one of them without -m"),
+        ([REVERSE, f"hydra.run.dir=/tmp/{'x' * 300}"], f"hydra.run.dir=/tmp/{'x' * 300}: cannot be written to: File name too long; choose another folder"),
+        ([f"resume=/tmp/{'x' * 300}"], f"resume=/tmp/{'x' * 300} (command line): must be never, auto, must, or the folder of a run"),
+        (["hydra.run.dir=elsewhere", "resume=."], "hydra.run.dir=elsewhere: resume=. names another folder; leave one of them out"),
+        ([REVERSE, "hydra.run.dir={folder}", "resume=must"], "resume=must: there is no run in {folder} to go on with"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)  # fmt: skip
+def test_folders_and_hydra_s_own_settings(tmp_path, monkeypatch, capsys, arguments, expected):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(load([REVERSE])))
+    monkeypatch.chdir(tmp_path)
+    places = {"file": tmp_path / "file", "folder": tmp_path / "new"}
+    assert main([a.format(**places) for a in arguments]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err == f"hybrid_rl: {expected.format(**places)}\n"
 
 
 def test_one_bad_job_stops_a_sweep_before_it_starts(tmp_path):
