@@ -25,10 +25,10 @@ import transformers
 from common import save_result, table
 from torch import Tensor
 
+from hybrid_rl.attention.attend import ATTENTION_NAME
 from hybrid_rl.engine.local import LocalEngine
 from hybrid_rl.handover import BUCKET_BYTES, hand_over, take_back
 from hybrid_rl.policy import tiny
-from hybrid_rl.policy.attention import ATTENTION_NAME
 from hybrid_rl.policy.model import Policy
 from hybrid_rl.policy.sharding import _all_gather, local
 from hybrid_rl.processes.launch import end_with_launcher, launch

@@ -153,6 +153,9 @@ class KlConfig:
     coef: float = 0.0  # its weight; 0: the distance is only reported
     estimator: KlEstimator = KlEstimator.k3
     place: KlPlace = KlPlace.loss
+    unbiased: Optional[bool] = (
+        None  # in the loss: weighted by π/π_old, so that it stays unbiased as the policy moves; null: if a batch takes several updates
+    )
     target: float = 0.0  # nats a token that coef is steered towards; 0: coef stays as it is
     horizon: int = 10  # coef changes by at most 20 % / horizon a step: 1.2-fold in 10 steps, 7-fold in 100
 
@@ -175,10 +178,11 @@ class AlgoConfig:
     loss: dict[str, Any] = field(default_factory=lambda: {"_target_": "hybrid_rl.algo.ppo_clip.loss"})
     aggregation: dict[str, Any] = field(default_factory=lambda: {"_target_": "hybrid_rl.algo.aggregation.token_mean"})
     correction: dict[str, Any] = field(default_factory=dict)  # name: function, any number of them; of trainer and engine's mismatch
+    selection: dict[str, Any] = field(default_factory=dict)  # name: function, any number of them; which tokens an update learns from
     minibatches: int = 1  # optimizer steps that a pass over the batch takes, each on its share of the groups
     epochs: int = 1  # passes over a batch; with one minibatch and one epoch a step is exactly on-policy
     old_logprobs: OldLogprobs = OldLogprobs.behaviour  # what the ratio π/π_old is taken to
-    silent_by: str = "outcome"  # replace a group in which this is equal everywhere: outcome, reward (with penalties), a part's name; none
+    silent_by: str = "outcome"  # replace a group in which this is equal everywhere: outcome, reward (with penalties), parts (all of them), a part's name; none
     mask_truncated: bool = False  # leave rollouts that reached rollout.max_tokens out of the loss
     overlong_share: float = 0.0  # of rollout.max_tokens, at its end: tokens there cost reward, linearly more; 0: off
     overlong_penalty: float = 1.0  # what reaching rollout.max_tokens costs then
@@ -187,6 +191,11 @@ class AlgoConfig:
     kl: KlConfig = field(default_factory=KlConfig)
     teacher: Optional[str] = None  # a Hugging Face folder with the same vocabulary, for advantage=opd
     critic: CriticConfig = field(default_factory=CriticConfig)
+
+
+def unbiased_kl(algo: AlgoConfig) -> bool:
+    """Whether the KL in the loss is weighted by the ratio."""
+    return algo.epochs * algo.minibatches > 1 if algo.kl.unbiased is None else algo.kl.unbiased
 
 
 @dataclass
@@ -239,6 +248,16 @@ class CheckpointConfig:
     timeout: float = 900.0  # seconds that writing one may take
 
 
+class ExportDtype(Enum):
+    source = "source"  # each weight's in the model folder that the run began with
+    float32 = "float32"
+
+
+@dataclass
+class ExportConfig:
+    dtype: ExportDtype = ExportDtype.source  # of the weights in final/; they are trained in float32
+
+
 @dataclass
 class EvalConfig:
     temperature: float = 1.0
@@ -269,9 +288,12 @@ class Config:
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     handover: HandoverConfig = field(default_factory=HandoverConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    data: dict[str, Any] = field(default_factory=dict)  # _target_: a function that returns hybrid_rl.data.TaskSets
+    # _target_: a function that returns hybrid_rl.data.TaskSets, the other keys are its arguments, but template_arguments: variables of the
+    # model's chat template, like {enable_thinking: false}
+    data: dict[str, Any] = field(default_factory=lambda: {"template_arguments": {}})
     reward: dict[str, Any] = field(default_factory=dict)  # _target_: a function (completion, task) → reward
     sft: SftConfig = field(default_factory=SftConfig)
     rl: RlConfig = field(default_factory=RlConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)

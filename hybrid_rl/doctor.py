@@ -31,7 +31,7 @@ def checks(output_dir: Path = Path(".")) -> list[Check]:
     """Every requirement, the ones of parts that cannot run here included."""
     version = sys.version_info
     result = [Check("Python 3.11 or newer", version >= (3, 11), platform.python_version(), "install a newer Python")]
-    for package in ("torch", "transformers", "tokenizers", "accelerate", "hydra", "safetensors", "pyarrow", "pebble", "rich"):
+    for package in ("torch", "transformers", "tokenizers", "accelerate", "hydra", "safetensors", "pyarrow", "rich"):
         there = importlib.util.find_spec(package) is not None
         result.append(Check(package, there, _version(package) if there else "not installed", "pip install hybrid_rl"))
     result += [
@@ -93,7 +93,7 @@ def _gpu() -> list[Check]:
 
 
 def _flash() -> Check:
-    from hybrid_rl.policy import flash
+    from hybrid_rl.attention import flash
 
     fix = "optional: with flash-attention 2 packed rows attend in one kernel instead of one call a sample: pip install flash-attn"
     return Check("flash-attention", flash.varlen is not None, flash.problem or _version("flash_attn"), fix, optional=True)

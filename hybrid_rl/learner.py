@@ -1,6 +1,6 @@
 """From a step's scored rollouts to optimizer steps: what each part of `algo` is given, and in which order.
 
-every model's log-probabilities → advantages → corrections → epochs × minibatches of loss, aggregation, gradient, AdamW
+every model's log-probabilities → advantages → corrections → epochs × minibatches of selections, loss, aggregation, gradient, AdamW
 """
 
 from __future__ import annotations
@@ -13,19 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hydra.utils import get_object, instantiate
+from hydra.utils import instantiate
 from torch import Tensor
 
 from hybrid_rl.algo import kl
 from hybrid_rl.algo.batch import Given, Scored
+from hybrid_rl.algo.contract import look_of
+from hybrid_rl.algo.declared import needs
 from hybrid_rl.algo.mismatch import mismatch_kl
 from hybrid_rl.algo.ratio import quantiles
-from hybrid_rl.config import AlgoConfig, KlPlace, OldLogprobs
+from hybrid_rl.config import AlgoConfig, KlPlace, OldLogprobs, unbiased_kl
 from hybrid_rl.policy.layout import sampled_tokens
 from hybrid_rl.policy.numbers import Fault, alone, broken_weight, find, finite
 from hybrid_rl.policy.optimizer import TrainingDiverged, make_optimizer
 from hybrid_rl.policy.roles import Frozen, make_critic, make_reference, make_teacher
-from hybrid_rl.policy.update import Objective, score, update
+from hybrid_rl.policy.update import Objective, observe, score, update
 from hybrid_rl.rollout.collector import Batch
 from hybrid_rl.run_folder.bad_batch import BadBatch, keep
 from hybrid_rl.session import Session
@@ -36,16 +38,6 @@ ESTIMATORS = {"k1": kl.k1, "k2": kl.k2, "k3": kl.k3}
 RECOMPUTED, REFERENCE, TEACHER, VALUE = "recomputed log-probability", "reference's log-probability", "teacher's log-probability", "value"
 Numbers = dict[str, Any]  # an RL step's metrics: a float, or None if it was not measured; and why nothing was trained
 Advantages = dict[tuple[int, int], float]  # of (group id, index): the mean over the rollout's tokens
-
-
-def needs(part: Any) -> set[str]:
-    """What an advantage and those nested in its arguments declare beside themselves: names of Scored's optional fields."""
-    if not isinstance(part, dict):
-        return set()
-    own: set[str] = set()
-    if "_target_" in part:
-        own = set(getattr(get_object(part["_target_"].rpartition(".")[0]), "NEEDS", ()))
-    return own.union(*(needs(value) for value in part.values()))
 
 
 @dataclass(slots=True)
@@ -64,6 +56,8 @@ class Learner:
         self.advantages = instantiate(algo.advantage, _partial_=True)
         self.aggregate = instantiate(algo.aggregation, _partial_=True)
         self.corrections = {name: instantiate(part, _partial_=True) for name, part in algo.correction.items()}
+        self.selections = {name: instantiate(part, _partial_=True) for name, part in algo.selection.items()}
+        self.look = look_of(algo.loss)
         self.kl, self.kl_coef = ESTIMATORS[algo.kl.estimator.value], algo.kl.coef
         wanted = needs(algo.advantage)
         self.greedy = "greedy" in wanted
@@ -142,10 +136,11 @@ class Learner:
                     if self.critic.optimizer.fault:
                         self._keep(replace(bad, kind="critic", columns={**bad.columns, "values": values, "targets": goals}))
                 if step > self.warmup:
+                    own, selected = self._observe(rollouts, own, kept[chosen])
                     updated, ratios = update(self.s.policy, self.optimizer, rollouts, own, objective, self._temperature, *self._rows)
                     if self.optimizer.fault:
-                        self._keep(bad)
-                    result |= updated | {"skipped": updated["skipped"] + result.get("skipped", 0.0)}
+                        self._keep(replace(bad, columns=dict(_columns(own))))
+                    result |= selected | updated | {"skipped": updated["skipped"] + result.get("skipped", 0.0)}
                     log_ratios.append(ratios)
                 results.append(result)
                 if not result["skipped"] and (self.critic or result["grad_norm"]):
@@ -194,6 +189,7 @@ class Learner:
             group_sizes=[len(group.rollouts) for group in batch.groups],
             lengths=torch.tensor([r.sampled for r in rollouts], device=device),
             kept=~torch.tensor(cut, device=device),
+            parts={name: torch.tensor(column, dtype=torch.float32, device=device) for name, column in _parts(rollouts).items()},
             behaviour_logprobs=behaviour,
             old_logprobs=of(None) if algo.old_logprobs == OldLogprobs.recomputed else behaviour,
         )
@@ -267,16 +263,37 @@ class Learner:
         last = minibatch.first + len(minibatch.rollouts)
         alive = set(given.rollout[kept].tolist())
         numbers = [i for i in range(minibatch.first, last) if i in alive]
+        inside = (given.rollout >= minibatch.first) & (given.rollout < last)  # dropped rollouts too: a divisor may count them
+        weights = torch.zeros_like(given.weights)
+        weights[inside], divisor = self.aggregate(kept[inside], given.rollout[inside], self.s.config.rollout.max_tokens)
         chosen = torch.isin(given.rollout, torch.tensor(numbers, dtype=torch.int64, device=kept.device))
-        weights, divisor = self.aggregate(kept[chosen], given.rollout[chosen], self.s.config.rollout.max_tokens)
-        columns = {name: column[chosen] for name, column in _columns(given)}
-        given = replace(given, **columns | {"weights": weights}, divisor=divisor)
-        return numbers, given, chosen
+        columns = {name: column[chosen] for name, column in _columns(replace(given, weights=weights))}
+        return numbers, replace(given, **columns, divisor=divisor), chosen
+
+    def _observe(self, rollouts: Sequence[Rollout], given: Given, kept: Tensor) -> tuple[Given, dict[str, float]]:
+        """What selections and the loss's look find in the minibatch as the policy is now, before its rows; and the share that is selected."""
+        if not self.selections and not self.look:
+            return given, {}
+        logprobs, entropy = observe(self.s.policy, rollouts, self._temperature, *self._rows)
+        minibatch = given.at(kept, logprobs[kept], entropy[kept])
+        weights = torch.ones_like(minibatch.logprobs)
+        for select in self.selections.values():
+            weights = weights * select(minibatch)
+        look = self.look(minibatch) if self.look else None
+        weights, look = self._as_on_main(weights, look)
+        corrections, looked = given.corrections.clone(), None
+        corrections[kept] *= weights
+        if look is not None:
+            looked = look.new_zeros(len(kept))
+            looked[kept] = look
+        selected = {"selected": float((weights != 0).float().mean())} if self.selections else {}
+        return replace(given, corrections=corrections, look=looked), selected
 
 
 def objective_of(algo: AlgoConfig, kl_coef: float) -> Objective:
     coef = kl_coef if algo.kl.place == KlPlace.loss else 0.0
-    return Objective(instantiate(algo.loss, _partial_=True), ESTIMATORS[algo.kl.estimator.value], coef, algo.entropy_coef)
+    estimator = ESTIMATORS[algo.kl.estimator.value]
+    return Objective(instantiate(algo.loss, _partial_=True), estimator, unbiased_kl(algo), coef, algo.entropy_coef)
 
 
 def _recorded(scored: Scored, reference: Tensor | None) -> dict[str, Tensor]:
@@ -287,6 +304,12 @@ def _recorded(scored: Scored, reference: Tensor | None) -> dict[str, Tensor]:
         "greedy reward": scored.greedy, "penalty": scored.penalties,
     }  # fmt: skip
     return {name: column for name, column in names.items() if column is not None}
+
+
+def _parts(rollouts: Sequence[Rollout]) -> dict[str, list[float]]:
+    """Each part of the rewards by name, one number a rollout: 0 in those whose reward lacks it."""
+    names = dict.fromkeys(name for r in rollouts for name in r.reward_parts)
+    return {name: [r.reward_parts.get(name, 0.0) for r in rollouts] for name in names}
 
 
 def _why_nothing(numbers: Numbers, scored: Scored, seen: set[int]) -> str:
@@ -313,7 +336,7 @@ def _pair(result: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None
 
 
 def _columns(given: Given) -> Iterator[tuple[str, Tensor]]:
-    names = ("advantages", "old_logprobs", "behaviour_logprobs", "rollout", "corrections", "weights", "reference_logprobs")
+    names = ("advantages", "old_logprobs", "behaviour_logprobs", "rollout", "corrections", "weights", "reference_logprobs", "look")
     return ((name, column) for name in names if (column := getattr(given, name)) is not None)
 
 

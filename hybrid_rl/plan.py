@@ -4,27 +4,34 @@ from __future__ import annotations
 
 import statistics
 import tempfile
+from datetime import datetime
 from pathlib import Path
 
 import torch
 
+from hybrid_rl.algo.contract import check_parts
+from hybrid_rl.algo.declared import removed_signal
 from hybrid_rl.config import Config
-from hybrid_rl.data import load_task_sets
-from hybrid_rl.data.render import check_prompts, demonstration, marks_in, prompt_ids
+from hybrid_rl.data import load_task_sets, template_arguments
+from hybrid_rl.data.render import check_prompts, demonstration
+from hybrid_rl.data.template import fix_template
 from hybrid_rl.engine.make import ENGINES, choose_engine
 from hybrid_rl.machine import machine
+from hybrid_rl.model_folder.tokenizer import read_tokenizer
 from hybrid_rl.policy import tiny
 from hybrid_rl.policy.layout import choose_layout, first_fit_decreasing
-from hybrid_rl.policy.model import compute_dtype, pick_device, read_tokenizer
+from hybrid_rl.policy.model import compute_dtype, pick_device
 from hybrid_rl.preflight.budget import Sizes, check_lengths, check_room, disk_bytes, measure, memory_by_phase, rollout_bytes
 from hybrid_rl.processes.ranks import Ranks
 from hybrid_rl.report.console import Console
 from hybrid_rl.rollout.rewards import Scorer
+from hybrid_rl.run_folder.clock import FILE, read_clock
 
 
 def print_plan(config: Config, folder: Path, console: Console, ranks: Ranks) -> None:
     """Raises the same errors a run in `folder` would for a bad model folder, data set or reward, and for too little memory or disk."""
     device, r = pick_device(config.device), config.rollout
+    check_parts(config)
     wanted = r.batch_size // r.group_size if config.rl.steps else 0
     tasks = load_task_sets(config.data, rl_tasks=wanted, sft_tasks=config.sft.batch_size if config.sft.steps else 0)
     with tempfile.TemporaryDirectory() as temporary:
@@ -32,15 +39,17 @@ def print_plan(config: Config, folder: Path, console: Console, ranks: Ranks) -> 
             tiny.create(Path(temporary), config.model.tiny, config.seed)
         tokenizer = read_tokenizer(config.model.path or temporary)
         sizes = measure(config, config.model.path or temporary)
-    demonstrations = check_prompts(
+    now = read_clock(Path(config.resume)) if (Path(config.resume) / FILE).exists() else datetime.now()
+    fix_template(tokenizer, template_arguments(config.data), now)
+    checked = check_prompts(
         tasks, tokenizer, sizes.model.get_text_config().vocab_size,
         max_tokens=r.max_prompt_tokens, row_tokens=config.policy.row_tokens, sft=bool(config.sft.steps),
     )  # fmt: skip
-    lengths = check_lengths(config, sizes, demonstrations)
-    prompts = [len(prompt_ids(task, tokenizer, r.max_prompt_tokens)) for task in [*tasks.rl, *tasks.eval]]
+    lengths = check_lengths(config, sizes, checked.longest)
+    prompts = [*checked.lengths["rl"], *checked.lengths["eval"]]
     scorer = Scorer(config.reward, 1, r.reward_timeout, r.reward_start_timeout)
     try:
-        scorer.check()
+        notes = scorer.check([*tasks.rl, *tasks.eval])
     finally:
         scorer.close()
 
@@ -57,9 +66,8 @@ def print_plan(config: Config, folder: Path, console: Console, ranks: Ranks) -> 
     console.say(
         f"tasks      {len(tasks.sft):,} SFT, {len(tasks.rl):,} RL, {len(tasks.eval):,} held out; prompts of {min(prompts)} to {max(prompts)} tokens"
     )
-    if marks := marks_in(tasks, tokenizer):
-        console.say(f"note       {marks}")
-    for note in lengths:
+    removed = removed_signal(config.algo.advantage, config.algo.silent_by)
+    for note in [*notes, *checked.notes, *lengths, *filter(None, [removed])]:
         console.say(f"note       {note}")
     prompt = statistics.fmean(prompts)
     if config.sft.steps:

@@ -3,6 +3,9 @@
 - python -m hybrid_rl.replay outputs/reverse/<run>/bad/step_000012
 - every batch that a run kept: python -m hybrid_rl.replay outputs/reverse/<run>
 - elsewhere than on the GPU: … --device cpu
+- with a loss of your own: … --loss my_module.loss
+
+A folder may come from anyone, so it decides nothing that is run: its loss must be one of hybrid_rl, or the one that the command line names.
 
 One process. Each sample is computed alone, then all of them in the rows of the update. The exit code is 1 where a number is not finite
 again, 0 where all are finite here, 2 where there is nothing to replay.
@@ -11,8 +14,10 @@ again, 0 where all are finite here, 2 where there is nothing to replay.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,16 +26,19 @@ from typing import Any, cast
 
 import torch
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers.utils import logging
+from yaml import YAMLError
 
 from hybrid_rl.algo.batch import Given
 from hybrid_rl.config import Config, LoraConfig
 from hybrid_rl.learner import objective_of
+from hybrid_rl.model_folder.read import ModelError
 from hybrid_rl.policy.critic import Critic, ValueModel
 from hybrid_rl.policy.layout import sampled_tokens
-from hybrid_rl.policy.model import ModelError, Policy, pick_device
+from hybrid_rl.policy.model import Policy, pick_device
 from hybrid_rl.policy.numbers import Fault, find
 from hybrid_rl.policy.optimizer import make_optimizer
 from hybrid_rl.policy.update import accumulate, demonstrate, score
@@ -38,6 +46,32 @@ from hybrid_rl.run_folder import checkpoint
 from hybrid_rl.run_folder.checkpoint import CheckpointError
 from hybrid_rl.run_folder.rollouts import as_rollout, read_rollouts
 from hybrid_rl.types import Rollout
+
+
+def check_loss(loss: Any, own: str, file: Path) -> None:
+    """Raise CheckpointError unless `loss` is defined by a file of hybrid_rl.algo, or is `own`, and its arguments call nothing."""
+    target = loss.get("_target_") if isinstance(loss, dict) else None
+    if not isinstance(target, str) or (target != own and not is_own(target)):
+        raise CheckpointError(
+            f"{file}: algo.loss={target} is not a loss of hybrid_rl; if it is yours and you trust it, add --loss {target}"
+        )
+    arguments = [value for key, value in loss.items() if key != "_target_"] + [{key: 0} for key in loss if key != "_target_"]
+    while arguments:
+        value = arguments.pop()
+        if isinstance(value, dict):
+            if named := next((key for key in value if str(key).startswith("_")), None):
+                raise CheckpointError(f"{file}: algo.loss has an argument with {named}, and a loss of a kept batch may call nothing else")
+            arguments += value.values()
+        elif isinstance(value, list):
+            arguments += value
+
+
+def is_own(target: str) -> bool:
+    """Whether a file of hybrid_rl.algo defines it; what it only imports does not count."""
+    module, _, name = target.rpartition(".")
+    if not re.fullmatch(r"hybrid_rl\.algo\.[a-z0-9_]+", module) or importlib.util.find_spec(module) is None:
+        return False
+    return getattr(getattr(importlib.import_module(module), name, None), "__module__", None) == module
 
 
 @dataclass(slots=True)
@@ -50,12 +84,22 @@ class Kept:
     columns: dict[str, Tensor]
 
     @classmethod
-    def load(cls, folder: Path, device: torch.device) -> Kept:
-        """Raises CheckpointError, ModelError or OSError with the reason where something is missing or damaged."""
+    def load(cls, folder: Path, device: torch.device, own_loss: str = "") -> Kept:
+        """Raise CheckpointError, ModelError or OSError with the reason if something is missing, damaged, or names a loss that is not allowed."""
+        try:
+            return cls._load(folder, device, own_loss)
+        except (CheckpointError, ModelError):
+            raise
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError, OmegaConfBaseException, YAMLError) as error:
+            raise CheckpointError(f"{folder} is damaged: {type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
+
+    @classmethod
+    def _load(cls, folder: Path, device: torch.device, own_loss: str) -> Kept:
         facts = json.loads((folder / "batch.json").read_text())
         schema = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(folder / "config.yaml"))
         config = cast(Config, OmegaConf.to_object(schema))
         config.policy.shard = 0  # here is one process
+        check_loss(config.algo.loss, own_loss, folder / "config.yaml")
         rows = read_rollouts(folder / "rollouts.parquet")
         columns = load_file(folder / "numbers.safetensors")  # in no order of meaning
         kind = ValueModel if facts["kind"] == "critic" else Policy
@@ -101,7 +145,7 @@ class Kept:
         """What the update was given of some of the rollouts, and where their tokens lie."""
         of = sampled_tokens(self.rollouts, self.model.device).rollout_index
         chosen = torch.isin(of, torch.tensor(list(members), device=of.device))
-        names = ("advantages", "old_logprobs", "behaviour_logprobs", "corrections", "weights", "reference_logprobs")
+        names = ("advantages", "old_logprobs", "behaviour_logprobs", "corrections", "weights", "reference_logprobs", "look")
         columns: dict[str, Any] = {name: self.columns[name][chosen] for name in names if name in self.columns}
         return Given(rollout=of[chosen], divisor=self.facts["divisor"], **columns), chosen
 
@@ -115,9 +159,9 @@ class Kept:
             parameter.grad = None
 
 
-def replay(folder: Path, device: torch.device) -> bool:
+def replay(folder: Path, device: torch.device, own_loss: str = "") -> bool:
     """Print each sample's numbers, and the first that is not finite; returns whether there is one."""
-    kept = Kept.load(folder, device)
+    kept = Kept.load(folder, device, own_loss)
     facts, rollouts = kept.facts, kept.rollouts
     said = Fault(**{**facts["fault"], "value": float(facts["fault"]["value"])})
     print(f"{folder}: {'SFT ' if facts['kind'] == 'sft' else ''}step {facts['step']}, version {facts['version']}, {len(rollouts)} rollouts")
@@ -162,6 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("path", type=Path, help="a folder of bad/, a file in it, or a run's folder")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    parser.add_argument("--loss", default="", metavar="TARGET", help="a loss of your own that the run's config.yaml may name")
     chosen = parser.parse_args(arguments)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -172,7 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         device = pick_device(chosen.device)
-        found = [replay(folder, device) for folder in folders]
+        found = [replay(folder, device, chosen.loss) for folder in folders]
     except (CheckpointError, ModelError, OSError) as error:
         print(f"hybrid_rl: {error}", file=sys.stderr)
         return 2

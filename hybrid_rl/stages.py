@@ -9,6 +9,7 @@ import signal
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 
@@ -17,19 +18,24 @@ from omegaconf import OmegaConf
 from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
-from hybrid_rl.config import Config, EngineKind
-from hybrid_rl.data import DataError, TaskSets, load_task_sets
-from hybrid_rl.data.render import check_prompts, marks_in
+from hybrid_rl.algo.contract import check_parts
+from hybrid_rl.algo.declared import PartError, removed_signal
+from hybrid_rl.config import Config, EngineKind, ExportDtype
+from hybrid_rl.data import DataError, TaskSets, load_task_sets, template_arguments
+from hybrid_rl.data.render import Checked, check_prompts
+from hybrid_rl.data.template import fix_template
+from hybrid_rl.deterministic import make_deterministic
 from hybrid_rl.engine.base import KV_CACHE, WEIGHTS, EngineError
 from hybrid_rl.engine.make import ENGINES, make_engine
 from hybrid_rl.engine.sglang.interface import withheld
 from hybrid_rl.evaluate import evaluate
 from hybrid_rl.handover import HandoverError, take_back
 from hybrid_rl.machine import cores, machine, versions
+from hybrid_rl.model_folder.read import ModelError, read_config
+from hybrid_rl.model_folder.tokenizer import read_tokenizer
 from hybrid_rl.plan import print_plan
 from hybrid_rl.policy import tiny
-from hybrid_rl.policy.deterministic import make_deterministic
-from hybrid_rl.policy.model import ModelError, Policy, pick_device, read_config, read_tokenizer
+from hybrid_rl.policy.model import Policy, pick_device
 from hybrid_rl.policy.optimizer import TrainingDiverged
 from hybrid_rl.preflight.budget import RoomError, check_lengths, check_room, measure
 from hybrid_rl.processes.launch import after_rank_0
@@ -41,6 +47,7 @@ from hybrid_rl.rl import NothingTrained, train_rl
 from hybrid_rl.rollout.rewards import RewardError, Scorer
 from hybrid_rl.run_folder import checkpoint
 from hybrid_rl.run_folder.checkpoint import CheckpointError
+from hybrid_rl.run_folder.clock import read_clock, start_clock
 from hybrid_rl.run_folder.files import FolderInUse, alone_in, json_text, remove, remove_unfinished, sync_tree, write_json, write_text
 from hybrid_rl.run_folder.metrics import Metrics
 from hybrid_rl.run_folder.resume import check_data, digests, resume_point
@@ -50,7 +57,7 @@ from hybrid_rl.sft import train_sft
 # What ends a run with one line instead of a traceback: the line says what to do.
 EXPECTED = (
     ModelError, DataError, RewardError, EngineError, HandoverError, CheckpointError, TrainingDiverged, FolderInUse, SafetensorError, RoomError,
-    NothingTrained,
+    NothingTrained, PartError,
 )  # fmt: skip
 DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 TINY_PARAMETERS = 10_000_000  # below this, more threads than one cost more than they give
@@ -174,8 +181,9 @@ def _evaluate(s: Session, name: str, step: int = 0) -> None:
 def _build(
     config: Config, folder: Path, console: Console, scorer: Scorer, resumed: checkpoint.Checkpoint | None, ranks: Ranks, notes: list[str]
 ) -> Session:  # fmt: skip
-    """Load everything the stages need; where a checkpoint is resumed, as it stood then. Adds to `notes` what a reader should know."""
+    """Load everything the stages need; if a checkpoint is resumed, as it stood then. `notes` get what a reader should know."""
     device, r = pick_device(config.device), config.rollout
+    ranks.from_main(lambda: check_parts(config))
     tasks = load_task_sets(
         config.data,
         rl_tasks=r.batch_size // r.group_size if config.rl.steps else 0,
@@ -187,13 +195,16 @@ def _build(
     model_folder = Path(config.model.path) if config.model.path else folder / "base_model"
     if not config.model.path and resumed is None:
         ranks.from_main(lambda: _make_tiny(model_folder, config))
-    demonstration = ranks.from_main(lambda: _check_prompts(tasks, model_folder, config))
+    now = ranks.from_main(lambda: read_clock(folder) if resumed else start_clock(folder))
+    checked = ranks.from_main(lambda: _check_prompts(tasks, model_folder, config, now))
     sizes = ranks.from_main(lambda: measure(config, model_folder))
-    notes += ranks.from_main(lambda: check_lengths(config, sizes, demonstration))
+    notes += checked.notes
+    notes += ranks.from_main(lambda: check_lengths(config, sizes, checked.longest))
     ranks.from_main(lambda: check_room(config, sizes, device, ranks, folder))
-    scorer.check()
+    notes += ranks.on_all(lambda: scorer.check([*tasks.rl, *tasks.eval]))
     torch.manual_seed(config.seed)  # adapters begin at random
     policy = Policy.load(model_folder, device, config.policy, ranks)
+    fix_template(policy.tokenizer, template_arguments(config.data), now)
     threads = 1 if policy.parameter_count() < TINY_PARAMETERS else max(1, cores() // ranks.local_world)
     torch.set_num_threads(config.threads or threads)
     ranks.from_main(lambda: (folder / "rollouts").mkdir(parents=True, exist_ok=True))
@@ -213,11 +224,12 @@ def _build(
     return session
 
 
-def _check_prompts(tasks: TaskSets, model_folder: Path, config: Config) -> int:
-    """Before the model loads: can each task be rendered, and does it fit? Returns the longest demonstration's length."""
+def _check_prompts(tasks: TaskSets, model_folder: Path, config: Config, now: datetime) -> Checked:
+    """Before the model loads: can each task be rendered, and does it fit?"""
     vocabulary, r = read_config(model_folder).get_text_config().vocab_size, config.rollout
+    tokenizer = fix_template(read_tokenizer(model_folder), template_arguments(config.data), now)
     return check_prompts(
-        tasks, read_tokenizer(model_folder), vocabulary,
+        tasks, tokenizer, vocabulary,
         max_tokens=r.max_prompt_tokens, row_tokens=config.policy.row_tokens, sft=bool(config.sft.steps),
     )  # fmt: skip
 
@@ -240,8 +252,8 @@ def _introduce(s: Session, notes: list[str]) -> None:
     adapters = f", of which {trained:,} are trained (LoRA adapters of rank {config.policy.lora.rank})" if config.policy.lora.rank else ""
     say(f"model:   {config.model.path or 'embedded tiny Qwen3'}, {s.policy.parameter_count():,} parameters{adapters}")
     say(f"tasks:   {len(s.tasks.sft):,} for SFT, {len(s.tasks.rl):,} for RL, {len(s.tasks.eval):,} held out")
-    if marks := marks_in(s.tasks, s.policy.tokenizer):
-        say(f"note:    {marks}")
+    if removed := removed_signal(config.algo.advantage, config.algo.silent_by):
+        say(f"note:    {removed}")
     if s.engine_kind == EngineKind.sglang and (names := withheld()):
         say(f"note:    SGLang's process is started without {', '.join(names)}: they could change its samples, or the memory it gives back")
     if config.rollout.top_k or config.rollout.top_p < 1:
@@ -293,7 +305,7 @@ def _export(s: Session) -> None:
         exported = s.folder / ".final"
         for left in (exported, exported.with_name(f"{exported.name}_adapter")):
             s.ranks.from_main(partial(remove, left))
-        s.policy.export(exported)
+        s.policy.export(exported, float32=s.config.export.dtype == ExportDtype.float32)
         s.ranks.from_main(lambda: _put(exported, s.folder / "final"))
 
 

@@ -7,14 +7,14 @@ stages later. This module imports neither torch nor transformers: reward workers
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hybrid_rl.policy.attention import AttentionLayout
+    from hybrid_rl.attention.attend import AttentionLayout
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort", "error")
@@ -27,13 +27,17 @@ VersionSegments = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One problem: chat messages to answer, the truth the reward compares with, and what SFT may imitate."""
+    """One problem: chat messages to answer, the truth the reward compares with, and what SFT may imitate.
+
+    `columns` holds what else its source says of it, by name, for rewards that need more than the answer: values that JSON can hold.
+    """
 
     id: str
     messages: tuple[dict[str, str], ...]
     answer: str
     demonstration: str | None = None
     source: str = ""
+    columns: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.id:
@@ -125,6 +129,11 @@ class Rollout:
         self.reward_parts[part] = value
 
 
+def _equal(values: Sequence[float]) -> bool:
+    """But for rounding."""
+    return max(values) - min(values) <= ROUNDING * max(map(abs, values))
+
+
 @dataclass(slots=True)
 class Group:
     """The G rollouts of one task that are compared with each other."""
@@ -158,16 +167,19 @@ class Group:
         return [r.reward for r in self.rollouts if r.reward is not None]
 
     def silent(self, by: str = "outcome") -> bool:
-        """Equal everywhere: the outcome, the reward with what shaped it, or a named part of it; by "none" no group is silent.
+        """Equal everywhere: the outcome, the reward with what shaped it, all "parts" of it or a named one; by "none" no group is silent.
 
         Raises KeyError for a part that no reward has.
         """
         if by == "none":
             return False
+        if by == "parts":
+            names = {name for r in self.rollouts for name in r.reward_parts}
+            return all(_equal([r.reward_parts.get(name, 0.0) for r in self.rollouts]) for name in names)
         values = [r.reward_parts[by] for r in self.rollouts] if by not in ("outcome", "reward") else self.rewards
         if by == "outcome":
             values = [r.outcome for r in self.rollouts]  # type: ignore[misc]  # ready: self.rewards has raised otherwise
-        return max(values) - min(values) <= ROUNDING * max(map(abs, values))
+        return _equal(values)
 
 
 @dataclass(slots=True)

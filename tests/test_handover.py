@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
+from hybrid_rl.attention.attend import ATTENTION_NAME
 from hybrid_rl.config import OptimizerConfig, PolicyConfig, TinyConfig
 from hybrid_rl.engine.base import EngineError, Request, Sampling
 from hybrid_rl.engine.local import LocalEngine
@@ -23,7 +24,6 @@ from hybrid_rl.engine.sglang.engine import given_back
 from hybrid_rl.engine.sglang.weights import Checkpoint
 from hybrid_rl.handover import HandoverError, hand_over, take_back
 from hybrid_rl.policy import tiny
-from hybrid_rl.policy.attention import ATTENTION_NAME
 from hybrid_rl.policy.model import Policy
 from hybrid_rl.policy.offload import Parked
 from hybrid_rl.policy.optimizer import Optimizer

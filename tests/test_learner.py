@@ -12,10 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid_rl.config import AlgoConfig, KlConfig, KlEstimator, KlPlace, OldLogprobs, OptimizerConfig, Reference, Schedule
-from hybrid_rl.learner import Learner, needs
+from hybrid_rl.algo.declared import needs
+from hybrid_rl.config import AlgoConfig, KlConfig, KlEstimator, KlPlace, LayoutKind, OldLogprobs, OptimizerConfig, Reference, Schedule
+from hybrid_rl.learner import Learner
+from hybrid_rl.model_folder.read import ModelError
 from hybrid_rl.policy.layout import pack
-from hybrid_rl.policy.model import ModelError, Policy
+from hybrid_rl.policy.model import Policy
 from hybrid_rl.policy.optimizer import Optimizer
 from hybrid_rl.policy.update import score
 from hybrid_rl.rl import train_rl
@@ -104,8 +106,8 @@ def centred() -> list[float]:
 
 AGGREGATIONS = {
     "token_mean": lambda n, kept: 1 / sum(kept.values()),
-    "seq_mean": lambda n, kept: 1 / (n * len(kept)),
-    "fixed": lambda n, kept: 1 / (len(kept) * 6),  # the test session's rollout.max_tokens
+    "seq_mean": lambda n, kept: 1 / (n * 6),  # rollouts of the batch, kept or not
+    "fixed": lambda n, kept: 1 / (6 * 6),  # times the test session's rollout.max_tokens
 }
 
 
@@ -264,6 +266,83 @@ def test_the_adaptive_coefficient_moves_toward_its_target_and_is_saved(learning)
     other = Learner(s, 0)
     other.restore(learner.state())
     assert other.kl_coef == learner.kl_coef
+
+
+@pytest.mark.parametrize("estimator", [KlEstimator.k2, KlEstimator.k3])
+@pytest.mark.parametrize(("unbiased", "minibatches"), [(None, 1), (None, 2), (True, 1), (False, 2)])
+def test_kl_in_the_loss_is_unbiased_where_a_batch_takes_several_updates(learning, policy, estimator, unbiased, minibatches):
+    """Of the first minibatch: coef / N · Σ (1 − e^d) or −d of a token as it stands, or ρ · (−d), which is both estimators' unbiased form."""
+    s = learning(reference=Reference.frozen, minibatches=minibatches, kl=KlConfig(coef=0.5, estimator=estimator, unbiased=unbiased),
+                 advantage=part("mean_only.advantages"))  # fmt: skip
+    learner, b = Learner(s, 0), batch()
+    with torch.no_grad():
+        for p in policy.model.parameters():  # away from the reference
+            p.mul_(0.97)
+    for r in b.rollouts:
+        r.score(0.0, {})  # no advantage: the KL alone pulls
+    first = b.rollouts[: 6 // minibatches]
+    own, distant = score(policy, first, 1.0, "trees", 2048), score(learner.reference.model, first, 1.0, "trees", 2048)
+    behaviour = torch.tensor([lp for r in first for lp, m in zip(r.logprobs, r.loss_mask, strict=True) if m])
+    d = distant - own
+    weighted = minibatches > 1 if unbiased is None else unbiased
+    slope = (own - behaviour).exp() * -d if weighted else -d if estimator == KlEstimator.k2 else 1 - d.exp()
+    pulls = (0.5 * slope / len(d)).split([r.sampled for r in first])
+    expected = by_hand(policy, b, {(i // 3, i % 3): pulls[i].tolist() for i in range(len(first))})
+    learner.optimizer = recorder = Recorder(policy.model)  # type: ignore[assignment]
+    learner.learn(Batch(groups=b.groups[: 2 // minibatches]), 1)
+    assert_same(recorder.gradient, expected)
+
+
+def test_parts_of_the_reward_reach_the_advantage(learning):
+    """0 where a reward lacks the part; groups of equal sums differ by them."""
+    b = batch()
+    for r, (right, form) in zip(b.rollouts, [(1, 0), (1, 0), (0, 1), (0.5, 0.5), (1, 0), (0, 1)], strict=True):
+        r.score(1.0, {"right": right, "form": form} if form else {"right": right})
+    seen = []
+    learner = Learner(learning(advantage=part("gdpo.advantages")), 0)
+    learner.advantages, plain = (lambda scored: seen.append(scored) or plain(scored)), learner.advantages
+    learner.learn(b, 1)
+    assert {name: column.tolist() for name, column in seen[0].parts.items()} == {
+        "right": [1, 1, 0, 0.5, 1, 0],
+        "form": [0, 0, 1, 0.5, 0, 1],
+    }
+
+
+@pytest.mark.parametrize("rows", [("trees", 2048), ("packed", 40), ("padded", 24)])
+@pytest.mark.parametrize("kind", ["top_entropy", "opsm", "kl_cov"])
+def test_a_look_at_the_whole_minibatch_does_not_depend_on_rows(learning, policy, kind, rows):
+    """Against sums by hand: which tokens are chosen is found from plain log-probabilities and entropies of all of them."""
+    b = batch()
+    s = learning(
+        selection={}
+        if kind == "kl_cov"
+        else {kind: part(f"{kind}.select", **({"share": 0.3} if kind == "top_entropy" else {"delta": 0.1}))},
+        **({"loss": part("kl_cov.loss", share=0.2, coef=0.7)} if kind == "kl_cov" else {}),
+    )
+    s.config.policy.layout, s.config.policy.row_tokens = LayoutKind(rows[0]), rows[1]
+    with torch.no_grad():
+        found = [policy.logprobs(pack([r], "padded", 2048)[0], 1.0) for r in b.rollouts]
+    logprobs, entropy = torch.cat([f[0] for f in found]).double(), torch.cat([f[1] for f in found]).double()
+    behaviour = torch.tensor([lp for r in b.rollouts for lp, m in zip(r.logprobs, r.loss_mask, strict=True) if m], dtype=torch.float64)
+    advantages = torch.tensor([a for a, n in zip(centred(), lengths(b), strict=True) for _ in range(n)], dtype=torch.float64)
+    if kind == "top_entropy":
+        chosen = entropy >= entropy.quantile(0.7)
+    elif kind == "opsm":
+        left = torch.cat([x.mean().expand(len(x)) for x in (behaviour - logprobs).split(lengths(b))])
+        chosen = ~((advantages < 0) & (left > 0.1))
+    else:
+        covariance = (logprobs - logprobs.mean()) * (advantages - advantages.mean())
+        chosen = covariance >= covariance.topk(int(0.2 * len(covariance))).values[-1]
+    assert 0 < chosen.sum() < len(chosen)
+    slope = -advantages * chosen
+    if kind == "kl_cov":
+        moved = logprobs - behaviour
+        slope = -moved.exp() * advantages + 0.7 * chosen * moved.sign()
+    pulls = (slope / len(slope)).split(lengths(b))
+    mine, numbers, _ = gradient(s, b)
+    assert_same(mine, by_hand(policy, b, {(i // 3, i % 3): pulls[i].tolist() for i in range(6)}))
+    share = float(chosen.float().mean())
+    assert numbers["covariant" if kind == "kl_cov" else "selected"] == pytest.approx(share, abs=1e-6)
 
 
 def test_an_entropy_bonus_flattens_the_distribution(learning, policy):

@@ -85,6 +85,7 @@ def test_what_a_run_leaves(whole):
     names = {p.name for p in folder.iterdir()}
     assert names == {
         "config.yaml",
+        "clock.txt",
         "metrics.jsonl",
         "summary.json",
         "report.html",

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_rl.policy.attention import Packed
+from hybrid_rl.attention.attend import Packed
 from hybrid_rl.types import FINISH_REASONS, Group, PackedBatch, Rollout, Task
 
 ASK = ({"role": "user", "content": "hello"},)

@@ -2,29 +2,41 @@
 
 A part is a plain function in a file of its own, chosen by `_target_`; its other arguments are configuration:
 
-    advantages(batch: Scored, …) → [R], one for each rollout, or [N], one for each sampled token
-    loss(tokens: Tokens, …)      → [M] losses, and named [M] numbers whose means are reported
-    correct(batch: Scored, …)    → weights [N] and which tokens are kept [N]
+    advantages(batch: Scored, …)  → [R], one for each rollout, or [N], one for each sampled token
+    correct(batch: Scored, …)     → weights [N], and which tokens are kept [N] bool
+    select(minibatch: Tokens, …)  → weights [N] of the tokens' losses, from the policy as it is before an update; 0 silences a token
+    loss(tokens: Tokens, …)       → losses [M], and named [M] numbers whose means are reported
+    look(minibatch: Tokens, …)    → [N] numbers for `tokens.look`; beside a loss that must see the whole minibatch, with the loss's arguments
     aggregate(kept, rollout, max_tokens, …) → weight [N] of each token's loss, and the number that their sum is divided by
 
-An advantage that wants more than rewards says so beside it: `NEEDS = ("values",)`, names of Scored's optional fields; and "group" where
-a rollout is compared with others of its task.
+A loss is called on rows: what it gives a token must not depend on the other rollouts it is called with. `select` and `look` are called
+once for each update, on the kept tokens of its whole minibatch. hybrid_rl/algo/contract.py holds parts to all this.
+
+A part's file states what the part needs and what it refuses; both are read from the source before torch loads:
+
+    NEEDS = ("values",)             names from NEEDED in declared.py
+    BOUNDS = {"clip_low": (0, 1)}   of arguments, both ends included; None: no end
+    def refuses(own, run): …        yields (key, problem) for what else cannot work; `own` are the part's arguments with their defaults, `run`
+                                    is the whole configuration. It runs alone: it sees its two arguments and builtins, and no import.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from hybrid_rl.deterministic import cumsum
 
 
 @dataclass(slots=True)
 class Scored:
     """A batch whose rewards are in: R rollouts, neighbours in groups, with N sampled tokens. Floats are float32, none has a gradient.
 
-    outcomes [R]: what each rollout was paid; penalties [N] come on top, token by token (a KL in the reward).
+    outcomes [R]: what each rollout was paid, the sum of `parts` [R] by name (0 in rollouts whose reward lacks the part);
+    penalties [N] come on top, token by token (a KL in the reward).
     lengths [R] int64: sampled tokens of each. kept [R] bool: false where no loss will see the rollout (truncated, where those are masked).
     behaviour_logprobs [N]: the engine's. old_logprobs [N]: what the loss takes its ratio to.
     """
@@ -39,6 +51,7 @@ class Scored:
     values: Tensor | None = None  # [N] the critic's, of the state that each token was sampled in
     greedy: Tensor | None = None  # [R] what the task's greedy completion was paid
     teacher_logprobs: Tensor | None = None  # [N]
+    parts: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if len(self.lengths) and int(self.lengths.min()) < 1:
@@ -58,14 +71,23 @@ class Scored:
         return rewards
 
     @property
+    def returns(self) -> Tensor:
+        """[N] a token's reward and all later ones of its rollout."""
+        return torch.cat([cumsum(rewards.flip(0)).flip(0) for rewards in self.per_rollout(self.token_rewards)])
+
+    @property
     def rollout(self) -> Tensor:
         """[N] int64: the rollout that each token is of."""
         return torch.arange(len(self.lengths), device=self.lengths.device).repeat_interleave(self.lengths)
 
     def per_group(self, function: Callable[..., Tensor], *columns: Tensor) -> Tensor:
         """`function(rewards [G], *columns [G]) → [G]` of every group, in order: [R]."""
-        parts = zip(*(column.split(list(self.group_sizes)) for column in (self.rewards, *columns)), strict=True)
-        return torch.cat([function(*part) for part in parts])
+        return self.per_group_of(function, self.rewards, *columns)
+
+    def per_group_of(self, function: Callable[..., Tensor], *columns: Tensor) -> Tensor:
+        """`function(*columns [G]) → [G]` of every group, in order: [R]."""
+        groups = zip(*(column.split(list(self.group_sizes)) for column in columns), strict=True)
+        return torch.cat([function(*group) for group in groups])
 
     def per_rollout(self, column: Tensor) -> tuple[Tensor, ...]:
         """Views of a column [N], one for each rollout."""
@@ -88,7 +110,8 @@ class Scored:
 class Tokens:
     """M sampled tokens of whole rollouts, as a loss sees them: [M] float32 each, a gradient through `logprobs` alone.
 
-    rollout [M] int64: tokens with one number are one rollout's.
+    rollout [M] int64: tokens with one number are one rollout's. entropy: of the policy's distribution at each token, in nats.
+    look [M]: what the loss's own `look` gave each token.
     """
 
     logprobs: Tensor
@@ -96,6 +119,8 @@ class Tokens:
     behaviour_logprobs: Tensor
     advantages: Tensor
     rollout: Tensor
+    entropy: Tensor
+    look: Tensor | None = None
 
     def mean_of_rollout(self, column: Tensor) -> Tensor:
         """[M] → [M]: at each token the mean over its rollout's tokens."""
@@ -115,11 +140,15 @@ class Given:
     old_logprobs: Tensor
     behaviour_logprobs: Tensor
     rollout: Tensor  # [N] int64
-    corrections: Tensor
+    corrections: Tensor  # and selections
     weights: Tensor
     divisor: float
     reference_logprobs: Tensor | None = None
+    look: Tensor | None = None
 
-    def at(self, index: Tensor, logprobs: Tensor) -> Tokens:
-        """The tokens at `index` [M] with their current log-probabilities."""
-        return Tokens(logprobs, self.old_logprobs[index], self.behaviour_logprobs[index], self.advantages[index], self.rollout[index])
+    def at(self, index: Tensor, logprobs: Tensor, entropy: Tensor) -> Tokens:
+        """The tokens at `index` [M] with their current log-probabilities and entropy."""
+        return Tokens(
+            logprobs, self.old_logprobs[index], self.behaviour_logprobs[index], self.advantages[index], self.rollout[index],
+            entropy.detach(), None if self.look is None else self.look[index],
+        )  # fmt: skip

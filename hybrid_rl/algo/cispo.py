@@ -3,6 +3,8 @@ from torch import Tensor
 from hybrid_rl.algo.batch import Tokens
 from hybrid_rl.algo.ratio import floored, ratio
 
+BOUNDS = {"clip_low": (0, None), "clip_high": (0, None)}
+
 
 def loss(tokens: Tokens, clip_low: float = 1.0, clip_high: float = 4.0) -> tuple[Tensor, dict[str, Tensor]]:
     """Per-token −sg(clip(ρ, 1−clip_low, 1+clip_high))·A·log π_θ (CISPO, MiniMax-M1, arXiv 2506.13585, eq. 4–5).

@@ -4,20 +4,25 @@ from torch import Tensor
 from hybrid_rl.algo.batch import Scored
 from hybrid_rl.algo.reinforce_pp import whiten as whitened
 
-NEEDS = ("values",)
+NEEDS = ("values", "silent")
+BOUNDS = {"gamma": (0, 1), "lam": (0, 1), "critic_lam": (0, 1)}
 
 
-def advantages(batch: Scored, gamma: float = 1.0, lam: float = 0.95, whiten: bool = True) -> tuple[Tensor, Tensor]:
+def advantages(
+    batch: Scored, gamma: float = 1.0, lam: float = 0.95, whiten: bool = True, critic_lam: float | None = None
+) -> tuple[Tensor, Tensor]:
     """Â_t = δ_t + γλ·Â_{t+1}, δ_t = r_t + γ·V_{t+1} − V_t, and the critic's targets Â_t + V_t, [N] both (GAE, arXiv 1506.02438, eq. 16).
 
     V and Â after a rollout's last token are 0. `whiten`: the advantages, over the batch's kept tokens, not the targets.
-    r = [0, 0, 1], V = 0.5 throughout, λ = 0.5: Â = [0.125, 0.25, 0.5] before whitening, targets [0.625, 0.75, 1].
+    critic_lam: λ of the targets' own Â (decoupled GAE, arXiv 2503.01491: 1, so that a long answer's reward reaches its first token);
+    null: lam. r = [0, 0, 1], V = 0.5 throughout, λ = 0.5: Â = [0.125, 0.25, 0.5] before whitening, targets [0.625, 0.75, 1].
     """
     values = batch.values
     assert values is not None, "gae needs values"
     delta = batch.token_rewards + gamma * following(batch, values) - values
     advantage = discounted(batch, delta, torch.full_like(delta, gamma * lam))
-    return whitened(batch, advantage) if whiten else advantage, advantage + values
+    learned = advantage if critic_lam is None else discounted(batch, delta, torch.full_like(delta, gamma * critic_lam))
+    return whitened(batch, advantage) if whiten else advantage, learned + values
 
 
 def following(batch: Scored, column: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from torch import Tensor
 from hybrid_rl.algo.batch import Scored
 
 NEEDS = ("group",)
+BOUNDS = {"eps": (0, None)}
 
 
 def advantages(batch: Scored, eps: float = 1e-6) -> Tensor:

@@ -1,8 +1,16 @@
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from hybrid_rl.algo.batch import Scored
 from hybrid_rl.algo.ratio import ratio
+
+
+def refuses(own: dict[str, Any], run: Any) -> Iterator[tuple[str, str]]:
+    if not 0 <= own["low"] <= own["high"]:
+        yield "low", f"must be from 0 to high = {own['high']:g}"
 
 
 def correct(batch: Scored, low: float = 0.5, high: float = 5.0) -> tuple[Tensor, Tensor]:

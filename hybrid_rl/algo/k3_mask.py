@@ -4,6 +4,8 @@ from torch import Tensor
 from hybrid_rl.algo.batch import Scored
 from hybrid_rl.algo.mismatch import mismatch_kl
 
+BOUNDS = {"limit": (0, None)}
+
 
 def correct(batch: Scored, limit: float = 0.01) -> tuple[Tensor, Tensor]:
     """Drop the rollouts whose mean of w − 1 − log w is above the limit; w = π_old / μ of trainer and engine (verl's seq_mean_k3).

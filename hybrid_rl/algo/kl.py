@@ -7,13 +7,18 @@ loss what counts is the gradient, through log π alone, on tokens sampled from t
     k2   −d · ∇ log π          that of the reverse KL(π ‖ π_ref), without bias
     k3   (1 − e^d) · ∇ log π   that of the forward KL(π_ref ‖ π): the same to first order near the reference, and far from it
                                heavy where π_ref is likelier
+
+Once π has moved away from the π_old that the tokens were sampled from, all three are biased; `unbiased` is not.
 """
 
 import math
+from collections.abc import Callable
 
 from torch import Tensor
 
-from hybrid_rl.algo.ratio import log_ratio
+from hybrid_rl.algo.ratio import log_ratio, ratio
+
+Distance = Callable[[Tensor, Tensor], Tensor]  # (logprobs, reference_logprobs) [M] → [M]
 
 
 def k1(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
@@ -30,6 +35,16 @@ def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """exp(d) − d − 1: unbiased, never negative, with less variance than −d."""
     d = log_ratio(reference_logprobs, logprobs)
     return d.expm1() - d  # expm1: exact near zero, where exp(d) − 1 cancels
+
+
+def unbiased(estimate: Distance, logprobs: Tensor, reference_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    """ρ · estimate, ρ = π / π_old: over tokens sampled from π_old its mean gradient is that of the reverse KL(π ‖ π_ref), for all three.
+
+    k1 and k3 need the gradient through ρ as well (DeepSeek-V3.2, arXiv 2512.02556), k2 must not have it. For k3 it is −ρ · d · ∇ log π at
+    every token, the same as for k2; for k1 that and a term of mean zero, so that it has the highest variance.
+    """
+    weight = ratio(logprobs, old_logprobs)
+    return (weight.detach() if estimate is k2 else weight) * estimate(logprobs, reference_logprobs)
 
 
 def adapted(coef: float, measured: float, target: float, horizon: float) -> float:

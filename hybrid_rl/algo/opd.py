@@ -1,12 +1,23 @@
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch import Tensor
 
 from hybrid_rl.algo.batch import Scored
 from hybrid_rl.algo.ratio import log_ratio
 
-NEEDS = ("teacher_logprobs",)
+NEEDS = ("teacher_logprobs", "silent")
+BOUNDS = {"limit": (1e-6, 20)}
 Reward = Callable[[Scored], Tensor]
+
+
+def refuses(own: dict[str, Any], run: Any) -> Iterator[tuple[str, str]]:
+    if not own["reward"]:
+        unseen = "changes the reward, which algo.advantage does not look at; give algo.advantage.reward, or leave it out"
+        if run.algo.kl.coef and run.algo.kl.place.name == "reward":
+            yield "algo.kl.place", unseen
+        if run.algo.overlong_share:
+            yield "algo.overlong_share", unseen
 
 
 def advantages(batch: Scored, weight: float = 1.0, reward: Reward | None = None) -> Tensor:

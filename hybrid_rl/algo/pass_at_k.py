@@ -1,13 +1,20 @@
+from collections.abc import Iterator
 from math import comb
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hybrid_rl.algo.batch import Scored
 from hybrid_rl.algo.grpo import relative
-from hybrid_rl.policy.deterministic import cumsum
+from hybrid_rl.deterministic import cumsum
 
 NEEDS = ("group",)
+
+
+def refuses(own: dict[str, Any], run: Any) -> Iterator[tuple[str, str]]:
+    if not 2 <= own["k"] <= run.rollout.group_size:
+        yield "k", f"must be from 2 to rollout.group_size={run.rollout.group_size}"
 
 
 def advantages(batch: Scored, k: int = 4) -> Tensor:
@@ -16,12 +23,6 @@ def advantages(batch: Scored, k: int = 4) -> Tensor:
     PKPO's leave-one-out of k − 1 (arXiv 2505.15201, eq. 33) times G/k; with k = G, r_best − r_second for the best and 0 for the others.
     Never negative. r = [3, 1, 0, 0], k = 2 gives [8/3, 2/3, 0, 0]; [1, 0, 0, 0] gives [1, 0, 0, 0] for every k. A tie of the best, k = G: 0.
     """
-    if k < 2:
-        raise ValueError(f"algo.advantage.k is {k}, but the best of fewer than 2 rollouts compares nothing")
-    if min(batch.group_sizes) < k:
-        raise ValueError(
-            f"algo.advantage.k is {k}, but a group has {min(batch.group_sizes)} rollouts: rollout.group_size must be at least k"
-        )
     return relative(batch, lambda r: _added(r, k))
 
 

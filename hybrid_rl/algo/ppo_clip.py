@@ -1,19 +1,29 @@
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from hybrid_rl.algo.batch import Tokens
 from hybrid_rl.algo.ratio import ratio
 
+BOUNDS = {"clip_low": (0, None), "clip_high": (0, None)}
 
-def loss(tokens: Tokens, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
+
+def refuses(own: dict[str, Any], run: Any) -> Iterator[tuple[str, str]]:
+    if own["dual_clip"] and not own["dual_clip"] > 1 + own["clip_high"]:
+        yield "dual_clip", f"must be 0 (off) or more than 1 + clip_high = {1 + own['clip_high']:g}; 3 is usual"
+
+
+def loss(tokens: Tokens, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = 3.0) -> tuple[Tensor, dict[str, Tensor]]:
     """Per-token −min(ρA, clip(ρ, 1−clip_low, 1+clip_high)·A), ρ = exp(log π_θ − log π_old) (PPO, arXiv 1707.06347, eq. 7).
 
-    dual_clip c > 0: where A < 0 it is at most −c·A (arXiv 1912.09729; c = 3 is usual), since a token that the policy
-    made far likelier would otherwise weigh as much as its ratio. c must be above 1 + clip_high. `clip_dual`: whom it silences.
+    dual_clip c: if A < 0 it is at most −c·A (arXiv 1912.09729), since a token that the policy made far likelier would otherwise
+    pull as hard as its ratio: 20 |A| at ρ = e³. `clip_dual`: the tokens it silences. 0 or null: off.
     """
     advantages = tokens.advantages
     losses, statistics = surrogate(ratio(tokens.logprobs, tokens.old_logprobs), advantages, clip_low, clip_high)
-    if dual_clip > 0:
+    if dual_clip:
         most = -dual_clip * advantages
         cut = (advantages < 0) & (losses > most)
         losses, statistics["clip_dual"] = torch.where(cut, most, losses), cut

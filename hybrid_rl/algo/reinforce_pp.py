@@ -4,18 +4,17 @@ from torch import Tensor
 from hybrid_rl.algo import mean_only
 from hybrid_rl.algo.batch import Scored
 from hybrid_rl.algo.grpo import is_constant
-from hybrid_rl.policy.deterministic import cumsum
 
 
 def advantages(batch: Scored, baseline: bool = True) -> Tensor:
     """Whitened over the batch's kept tokens → [N] (REINFORCE++, arXiv 2501.03262): r − μ of the group, or with `baseline` false the return.
 
-    A token's return is its own and all later token rewards of its rollout (γ = 1). r = [1, 0, 0, 0], one token each, gives
+    r = [1, 0, 0, 0], one token each, gives
     [1.5, −0.5, −0.5, −0.5] both ways. A group of equal rewards, or a single rollout, enters as 0, and leaves as the batch's mean has it.
     """
     if baseline:
         return whiten(batch, batch.to_tokens(mean_only.advantages(batch)))
-    return whiten(batch, torch.cat([cumsum(rewards.flip(0)).flip(0) for rewards in batch.per_rollout(batch.token_rewards)]))
+    return whiten(batch, batch.returns)
 
 
 def whiten(batch: Scored, column: Tensor, eps: float = 1e-8) -> Tensor:

@@ -4,6 +4,8 @@ from torch import Tensor
 from hybrid_rl.algo.batch import Tokens
 from hybrid_rl.algo.ratio import ratio
 
+BOUNDS = {"tau_pos": (1e-6, None), "tau_neg": (1e-6, None)}
+
 
 def loss(tokens: Tokens, tau_pos: float = 1.0, tau_neg: float = 1.05) -> tuple[Tensor, dict[str, Tensor]]:
     """Per-token −(4/τ)·σ(τ(ρ − 1))·A, τ = tau_pos where A > 0, else tau_neg (SAPO, arXiv 2511.20347, eq. 5–6).

@@ -1,10 +1,16 @@
-from typing import Literal
+from collections.abc import Iterator
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from hybrid_rl.algo.batch import Scored
 from hybrid_rl.algo.ratio import log_ratio
+
+
+def refuses(own: dict[str, Any], run: Any) -> Iterator[tuple[str, str]]:
+    if not 0 <= own["low"] <= own["high"]:
+        yield "low", f"must be from 0 to high = {own['high']:g}"
 
 
 def correct(

@@ -6,6 +6,8 @@ from torch import Tensor
 from hybrid_rl.algo.batch import Scored
 from hybrid_rl.algo.ratio import log_ratio
 
+BOUNDS = {"cap": (1e-6, None)}
+
 
 def correct(batch: Scored, cap: float = 2.0, level: Literal["token", "sequence"] = "token") -> tuple[Tensor, Tensor]:
     """min(w, cap), w = π_old / μ of trainer and engine: truncated importance sampling (fengyao.notion.site/off-policy-rl).

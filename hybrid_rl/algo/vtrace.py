@@ -1,10 +1,19 @@
+from collections.abc import Iterator
+from typing import Any
+
 from torch import Tensor
 
 from hybrid_rl.algo.batch import Scored
 from hybrid_rl.algo.gae import discounted, following
 from hybrid_rl.algo.ratio import ratio
 
-NEEDS = ("values",)
+NEEDS = ("values", "silent")
+BOUNDS = {"gamma": (0, 1), "lam": (0, 1), "c_bar": (0, None)}
+
+
+def refuses(own: dict[str, Any], run: Any) -> Iterator[tuple[str, str]]:
+    if own["rho_bar"] < own["c_bar"]:
+        yield "rho_bar", f"must be at least c_bar = {own['c_bar']:g}"
 
 
 def advantages(batch: Scored, gamma: float = 1.0, lam: float = 1.0, rho_bar: float = 1.0, c_bar: float = 1.0) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,8 @@ from hydra.utils import instantiate
 
 from hybrid_rl.types import Task
 
+ARGUMENTS = "template_arguments"
+
 
 class DataError(ValueError):
     """Tasks that cannot be used, with what to change."""
@@ -47,7 +49,7 @@ class TaskSets:
         for name, tasks in (("rl", self.rl), ("sft", self.sft), ("eval", self.eval)):
             digest = sha256()
             for task in tasks:
-                said = (task.id, task.messages, task.answer, task.demonstration, task.source)
+                said = (task.id, task.messages, task.answer, task.demonstration, task.source, task.columns)
                 digest.update(json.dumps(said, sort_keys=True).encode() + b"\n")
             digests[name] = digest.hexdigest()
         return digests
@@ -62,6 +64,11 @@ def _problem(task: Task) -> str:
             return f"{what} is of type {type(text).__name__}, not a text"
         if what != "the answer" and surrogates(text):
             return f"{what} has half of a surrogate pair, which no tokenizer takes"
+    if task.columns:
+        try:
+            json.dumps(task.columns, sort_keys=True)
+        except (TypeError, ValueError, RecursionError) as error:
+            return f"its columns are not values that JSON can hold ({str(error).splitlines()[0]})"
     return ""
 
 
@@ -74,10 +81,15 @@ def surrogates(text: str) -> bool:
     return False
 
 
+def template_arguments(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the variables of the chat template that the `data` section sets; all its other keys are its function's."""
+    return dict(config.get(ARGUMENTS) or {})
+
+
 def load_task_sets(config: dict[str, Any], *, rl_tasks: int, sft_tasks: int) -> TaskSets:
     """Call the recipe's loader. Raises DataError where it fails, and for a set smaller than what one step draws from it (0: set unused)."""
     try:
-        sets = instantiate(config)
+        sets = instantiate({key: value for key, value in config.items() if key != ARGUMENTS})
     except InstantiationException as error:
         cause = error.__cause__ or error
         raise (

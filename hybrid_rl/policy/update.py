@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.algo.batch import Given, Tokens
-from hybrid_rl.algo.kl import k3
+from hybrid_rl.algo.kl import Distance, k3, unbiased
 from hybrid_rl.algo.mismatch import mismatch_kl
 from hybrid_rl.policy.layout import Layout, pack, sampled_tokens
 from hybrid_rl.policy.model import Policy
@@ -22,17 +22,16 @@ from hybrid_rl.types import Rollout
 
 # per-token losses [M], and named numbers [M] whose means are reported
 Loss = Callable[[Tokens], tuple[Tensor, dict[str, Tensor]]]
-# (logprobs, reference_logprobs) [M] → their distance [M]
-Distance = Callable[[Tensor, Tensor], Tensor]
 LOGPROB = "log-probability"
 
 
 @dataclass(slots=True)
 class Objective:
-    """The loss of a token and what is added to it: kl_coef · kl(π, reference) where there is a reference, −entropy_coef · entropy."""
+    """The loss of a token and what is added to it: kl_coef · kl(π, reference) if there is a reference, −entropy_coef · entropy."""
 
     loss: Loss
     kl: Distance = k3
+    kl_unbiased: bool = False  # weighted by ρ
     kl_coef: float = 0.0
     entropy_coef: float = 0.0
 
@@ -84,13 +83,17 @@ def accumulate(
         row = row.to(policy.device)
         at = row.token_index
         logprobs, entropy = policy.logprobs(row, temperature, entropy_gradient=objective.entropy_coef != 0)
-        tokens = given.at(at, logprobs)
+        tokens = given.at(at, logprobs, entropy)
         losses, statistics = objective.loss(tokens)
         losses = given.corrections[at] * losses
         if given.reference_logprobs is not None:
             reference = given.reference_logprobs[at]
             if objective.kl_coef:
-                losses = losses + objective.kl_coef * objective.kl(logprobs, reference)
+                if objective.kl_unbiased:
+                    distance = unbiased(objective.kl, logprobs, reference, tokens.old_logprobs)
+                else:
+                    distance = objective.kl(logprobs, reference)
+                losses = losses + objective.kl_coef * distance
             statistics = statistics | {"reference_kl": k3(logprobs.detach(), reference)}
         if objective.entropy_coef:
             losses = losses - objective.entropy_coef * entropy
@@ -108,17 +111,24 @@ def accumulate(
     return Pass(means, token_losses, policy.ranks.sum(log_ratios))
 
 
-@torch.no_grad()
 def score(policy: Policy, rollouts: Sequence[Rollout], temperature: float, layout: Layout, row_tokens: int) -> Tensor:
     """log π of all N sampled tokens of the batch, [N] float32, in rollout order; the same on every rank. Collective."""
-    tokens = sampled_tokens(rollouts, policy.device)
-    logprobs = torch.zeros(len(tokens), device=policy.device)
+    return observe(policy, rollouts, temperature, layout, row_tokens)[0]
+
+
+@torch.no_grad()
+def observe(
+    policy: Policy, rollouts: Sequence[Rollout], temperature: float, layout: Layout, row_tokens: int
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """log π of all N sampled tokens, and the distributions' entropies, [N] float32 both, in rollout order; the same on every rank. Collective."""
+    found = torch.zeros(2, len(sampled_tokens(rollouts, policy.device)), device=policy.device)
     for row in pack(rollouts, layout, row_tokens, policy.ranks):
         row = row.to(policy.device)
-        logprobs[row.token_index] = policy.logprobs(row, temperature)[0]
+        found[:, row.token_index] = torch.stack(policy.logprobs(row, temperature))
         hangs.progress()
     policy.reshard()  # after a forward without a backward, FSDP keeps embeddings and head whole
-    return policy.ranks.sum(logprobs)
+    logprobs, entropy = policy.ranks.sum(found)
+    return logprobs, entropy
 
 
 def imitate(

@@ -8,15 +8,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from hybrid_rl.algo.declared import needs
+from hybrid_rl.attention.attend import configured_windows
 from hybrid_rl.config import Config, EngineKind, Offload, Reference
 from hybrid_rl.engine.make import choose_engine
-from hybrid_rl.learner import needs
 from hybrid_rl.machine import free_memory
+from hybrid_rl.model_folder.read import ModelError, check_stored, empty_model, read_config, reason
 from hybrid_rl.policy import lora
-from hybrid_rl.policy.attention import configured_windows
-from hybrid_rl.policy.model import LOGIT_CHUNK_ELEMENTS, ModelError, compute_dtype, read_config, reason
+from hybrid_rl.policy.model import LOGIT_CHUNK_ELEMENTS, compute_dtype
 from hybrid_rl.policy.positions import Limit, limits
 from hybrid_rl.processes.ranks import Ranks
 
@@ -158,9 +159,9 @@ def models_beside(config: Config, parameters: int) -> dict[str, int]:
 def _empty(setting: str, folder: str) -> PreTrainedModel:
     """The folder's model without memory for its parameters."""
     try:
-        with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(read_config(folder), trust_remote_code=False)
+        model = empty_model(read_config(folder))
         configured_windows(model.config)
+        check_stored(folder, model)
         return model
     except ModelError as error:
         raise ModelError(str(error).replace("model.path=", f"{setting}=")) from error

@@ -70,7 +70,7 @@ def check_names(overrides: Sequence[Override], folders: Sequence[Path]) -> None:
 
 ALL_KEYS = "all of them: hybrid_rl/config.py, or --cfg job"
 PARTS = ("algo.advantage", "algo.loss", "algo.aggregation")
-OPEN = ("data", "reward", *PARTS, "algo.correction", "engine.arguments")  # their keys are the arguments of functions
+OPEN = ("data", "reward", *PARTS, "algo.correction", "algo.selection", "engine.arguments")  # their keys are the arguments of functions
 
 
 def in_open(override: Override) -> bool:
@@ -81,6 +81,12 @@ def check_open_names(overrides: Sequence[Override], config: DictConfig) -> None:
     for override in filter(in_open, overrides):
         section, _, name = override.key_or_group.rpartition(".")
         known = OmegaConf.select(config, section) or {}
+        given = override.value()
+        adds = section == "data.template_arguments" or (
+            (section, name) == ("data", "template_arguments") and isinstance(given, dict) and given
+        )
+        if adds and not override.is_add():
+            raise ConfigError(f"{override.input_line} (command line): is new here; to add it, write +{override.input_line}")
         if name not in known and not override.is_add() and not override.is_force_add():
             near = f"{nearest(name, list(known))}; " if known else ""
             add = f"to add it, write +{section}.{name}={override.get_value_element_as_str()}"
@@ -104,7 +110,7 @@ def nearest(name: str, known: Sequence[str], otherwise: str = "") -> str:
 
     if len(known) <= 4:
         return f"there are: {', '.join(known)}"
-    best = max(known, key=alike)
+    best = max(known, key=lambda k: (alike(k), sorted(name) == sorted(k)))
     if otherwise and alike(best) < ALIKE:
         return otherwise
     return f"did you mean {best}?"

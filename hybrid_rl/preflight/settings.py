@@ -19,7 +19,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hybrid_rl.config import Config, ConfigError, EngineKind, KlEstimator, KlPlace, OldLogprobs, Reference
+from hybrid_rl.algo.declared import needs, problems, source_of
+from hybrid_rl.config import Config, ConfigError, EngineKind, KlEstimator, KlPlace, OldLogprobs, Reference, unbiased_kl
 from hybrid_rl.engine.sglang.interface import unusable
 from hybrid_rl.preflight.names import (
     PARTS,
@@ -160,8 +161,8 @@ def _of_a_recipe(target: str) -> bool:
         tuple(f"hybrid_rl.{part}" for part in ("algo.", "data.", "recipes.", "sandbox."))
     ):
         return False
-    source = source_of(target)
-    if _source(module) is None:
+    source = file_of(target)
+    if source_of(module) is None:
         module, _, name = module.rpartition(".")  # of a class
     if source is None:  # told where targets are checked
         return not importlib.util.find_spec(target.partition(".")[0])
@@ -264,9 +265,6 @@ def _problems(c: DictConfig) -> Iterator[tuple[str, str]]:
         yield "policy.lora.targets", "names no module; all-linear means all of them"
     if c.algo.reference == Reference.base and c.policy.lora.rank == 0:
         yield "algo.reference", "is the policy without its adapters, and policy.lora.rank=0 means it has none; use frozen"
-    for key in PARTS:
-        if not isinstance(OmegaConf.select(c, f"{key}._target_"), str):
-            yield f"{key}._target_", FUNCTION
     yield from _algo_problems(c)
     if c.device not in ("auto", "cpu", "cuda"):
         yield "device", f"{nearest(c.device, ['auto', 'cpu', 'cuda'])}"
@@ -281,17 +279,35 @@ def _problems(c: DictConfig) -> Iterator[tuple[str, str]]:
             )
         elif not any(folder.glob("*.safetensors")):
             yield "model.path", "has no *.safetensors file; weights are read in that format only"
-    for key in ("data", "reward", *PARTS, *(f"algo.correction.{name}" for name in c.algo.correction)):
-        if problem := _target_problem(OmegaConf.to_container(OmegaConf.select(c, key)), CALLED_WITH.get(key, ("batch",))):
-            yield problem[0] and f"{key}.{problem[0]}", problem[1]
+    for key in ("data", "reward"):
+        yield from _part_problems(key, c)
+
+
+def _part_problems(key: str, c: DictConfig) -> Iterator[tuple[str, str]]:
+    """Of the function at `key`, and what it states about its arguments and other settings."""
+    node = OmegaConf.to_container(OmegaConf.select(c, key))
+    called_with = CALLED_WITH.get(key) or CALLED_WITH.get(key.rpartition(".")[0], ("batch",))
+    if key == "data" and isinstance(node, dict):
+        arguments = node.pop("template_arguments", None)  # they are the renderer's
+        if not isinstance(arguments, dict | None):
+            yield "data.template_arguments", "must be a mapping of the chat template's variables, like {enable_thinking: false}"
+    if problem := _target_problem(node, called_with):
+        yield problem[0] and f"{key}.{problem[0]}", problem[1]
+    elif key.startswith("algo."):
+        yield from problems(key, node, c)
 
 
 def _algo_problems(c: DictConfig) -> Iterator[tuple[str, str]]:
-    algo, needs = c.algo, _needs(OmegaConf.to_container(c.algo.advantage))
+    algo = c.algo
+    for key in (*PARTS, *(f"algo.{kind}.{name}" for kind in NAMED_PARTS for name in algo[kind])):
+        yield from _part_problems(key, c)
+    wanted = needs(OmegaConf.to_container(algo.advantage))
     if algo.kl.coef and algo.reference == Reference.none:
         yield "algo.kl.coef", "needs a model to measure the distance from; set algo.reference=frozen"
-    elif algo.kl.coef and algo.kl.place == KlPlace.loss and algo.kl.estimator == KlEstimator.k1:
-        yield "algo.kl.estimator", "as a loss has no gradient on average; use k2 or k3, or algo.kl.place=reward"
+    elif algo.kl.coef and algo.kl.place == KlPlace.loss and algo.kl.estimator == KlEstimator.k1 and not unbiased_kl(algo):
+        yield "algo.kl.estimator", "as a loss has no gradient on average; use k2 or k3, algo.kl.unbiased=true, or algo.kl.place=reward"
+    elif algo.kl.unbiased and algo.kl.place == KlPlace.reward:
+        yield "algo.kl.unbiased", "is of a KL in the loss, and algo.kl.place=reward puts it into the reward; leave it out"
     elif algo.kl.target and not algo.kl.coef:
         yield "algo.kl.target", "steers algo.kl.coef, which is 0 and would stay 0; begin with algo.kl.coef=0.01, say"
     if algo.correction and algo.old_logprobs != OldLogprobs.recomputed:
@@ -306,51 +322,16 @@ def _algo_problems(c: DictConfig) -> Iterator[tuple[str, str]]:
         )
     if c.rollout.group_size == 1 and algo.silent_by != "none":
         yield "rollout.group_size", "makes every group silent; use 2 or more, or algo.silent_by=none"
-    if c.rollout.group_size == 1 and "group" in _needs({"_target_": algo.advantage._target_}):
+    if c.rollout.group_size == 1 and "group" in needs({"_target_": algo.advantage._target_}):
         yield "rollout.group_size", f"leaves {algo.advantage._target_} nothing to compare with; use 2 or more"
-    if algo.loss._target_ == "hybrid_rl.algo.ppo_clip.loss" and 0 < (algo.loss.get("dual_clip") or 0) <= (
-        least := 1 + algo.loss.get("clip_high", 0.2)
-    ):
-        yield "algo.loss.dual_clip", f"must be 0 (off) or more than 1 + clip_high = {least:g}; 3 is usual"
-    if algo.loss._target_ == "hybrid_rl.algo.gspo.loss" and needs & {"values", "teacher_logprobs"}:
-        yield "algo.loss", f"gspo gives a rollout one ratio and would average the tokens' own advantages of {algo.advantage._target_}"
-    k, size = algo.advantage.get("k", 4), c.rollout.group_size
-    if algo.advantage._target_ == "hybrid_rl.algo.pass_at_k.advantages" and not (isinstance(k, int) and 2 <= k <= size):
-        yield "algo.advantage.k", f"must be from 2 to rollout.group_size={size}"
-    of_tokens = algo.advantage._target_ == "hybrid_rl.algo.reinforce_pp.advantages" and not algo.advantage.get("baseline", True)
-    if algo.loss._target_ == "hybrid_rl.algo.gspo.loss" and of_tokens and algo.kl.coef and algo.kl.place == KlPlace.reward:
-        yield "algo.loss", "gspo gives a rollout one ratio and would average the tokens' own penalties; use algo.kl.place=loss"
-    if algo.advantage._target_.startswith("hybrid_rl.algo.opd.") and not algo.advantage.get("reward"):
-        no_reward = "changes the reward, which algo.advantage does not look at; give algo.advantage.reward, or leave it out"
-        if algo.kl.coef and algo.kl.place == KlPlace.reward:
-            yield "algo.kl.place", no_reward
-        if algo.overlong_share:
-            yield "algo.overlong_share", no_reward
-    if "teacher_logprobs" in needs and algo.teacher is None:
+    if "teacher_logprobs" in wanted and algo.teacher is None:
         yield "algo.teacher", "is missing: algo.advantage learns from one; set algo.teacher=/path/to/a/model/folder"
-    elif "teacher_logprobs" not in needs and algo.teacher is not None:
+    elif "teacher_logprobs" not in wanted and algo.teacher is not None:
         yield "algo.teacher", "is asked by no one; use algo=opd, or leave it out"
     if algo.teacher is not None and not (Path(algo.teacher) / "config.json").is_file():
         yield "algo.teacher", "is not a Hugging Face model folder on this disk (one with a config.json)"
     if algo.critic.path is not None and not (Path(algo.critic.path) / "config.json").is_file():
         yield "algo.critic.path", "is not a Hugging Face model folder on this disk (one with a config.json)"
-
-
-def _needs(part: Any) -> set[str]:
-    """What an advantage's file, and those nested in its arguments, declare as NEEDS; read from the source, not imported."""
-    if not isinstance(part, dict):
-        return set()
-    own: set[str] = set()
-    source = _source(str(part["_target_"]).rpartition(".")[0]) if "_target_" in part else None
-    if source and source.suffix == ".py":
-        try:
-            tree = ast.parse(source.read_text(encoding="utf-8"))
-        except (SyntaxError, UnicodeDecodeError):  # told where the parts are checked
-            return own
-        for node in tree.body:
-            if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "NEEDS" for t in node.targets):
-                own |= set(ast.literal_eval(node.value))
-    return own.union(*(_needs(value) for value in part.values()))
 
 
 # what a function that a recipe names is called with, before what its own settings add
@@ -359,7 +340,9 @@ CALLED_WITH = {
     "reward": ("completion", "task"),
     "algo.loss": ("tokens",),
     "algo.aggregation": ("kept", "rollout", "max_tokens"),
+    "algo.selection": ("minibatch",),
 }
+NAMED_PARTS = ("correction", "selection")  # any number of each, by name
 LEAST = {
     "rollout.batch_size": 1, "rollout.group_size": 1, "rollout.max_tokens": 1, "rollout.max_prompt_tokens": 1,
     "rollout.top_k": 0, "rollout.max_replacements": 0, "rollout.reward_workers": 1, "engine.slots": 1, "engine.tensor_parallel": 1,
@@ -403,9 +386,9 @@ def _target_problem(node: Any, called_with: tuple[str, ...]) -> tuple[str, str] 
     if not isinstance(node["_target_"], str) or "." not in node["_target_"].strip("."):
         return "_target_", FUNCTION
     module, _, name = node["_target_"].rpartition(".")
-    source = _source(module)
+    source = source_of(module)
     if source is None:
-        if _source(module.rpartition(".")[0]):  # an attribute of a class
+        if source_of(module.rpartition(".")[0]):  # an attribute of a class
             return None
         return "_target_", f"there is no module {module!r} on the Python path"
     if source.suffix != ".py":  # compiled
@@ -414,7 +397,7 @@ def _target_problem(node: Any, called_with: tuple[str, ...]) -> tuple[str, str] 
         tree = ast.parse(source.read_text(encoding="utf-8"), str(source))
     except (SyntaxError, UnicodeDecodeError) as error:
         return "_target_", f"{source} is not Python: {error}"
-    definitions = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    definitions = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
     found = definitions.get(name)
     if found is None and _bound_otherwise(tree, name):
         return None
@@ -452,12 +435,12 @@ def _bound_otherwise(tree: ast.Module, name: str) -> bool:
                 return True
             case ast.Name(id=bound, ctx=ast.Store()) if bound == name:
                 return True
-            case ast.FunctionDef(name=bound) | ast.ClassDef(name=bound) if bound == name:
+            case ast.FunctionDef(name=bound) | ast.AsyncFunctionDef(name=bound) | ast.ClassDef(name=bound) if bound == name:
                 return True
     return False
 
 
-def _choices(function: ast.FunctionDef) -> dict[str, list[Any]]:
+def _choices(function: ast.FunctionDef | ast.AsyncFunctionDef) -> dict[str, list[Any]]:
     """The values of each argument that is annotated as Literal[...]."""
     found: dict[str, list[Any]] = {}
     for argument in (*function.args.args, *function.args.kwonlyargs):
@@ -468,16 +451,7 @@ def _choices(function: ast.FunctionDef) -> dict[str, list[Any]]:
     return found
 
 
-def source_of(target: str) -> Path | None:
+def file_of(target: str) -> Path | None:
     """Return the file of the module that a `_target_` is in: one of its functions, or one of a class of its own."""
     module = target.rpartition(".")[0]
-    return _source(module) or _source(module.rpartition(".")[0])
-
-
-def _source(module: str) -> Path | None:
-    """The file of a module that can be imported, without importing it."""
-    try:
-        spec = importlib.util.find_spec(module) if module else None
-    except (ImportError, ValueError):  # ValueError: __main__ of a script
-        return None
-    return Path(spec.origin) if spec and spec.origin else None
+    return source_of(module) or source_of(module.rpartition(".")[0])

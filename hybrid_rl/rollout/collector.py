@@ -111,6 +111,8 @@ class Collector:
         if buffer := round(self.algo.overlong_share * sampling.max_tokens):
             for rollout in (r for group in groups for r in group.rollouts if r.reward is not None):
                 cost = penalty(rollout.sampled, sampling.max_tokens, buffer)
+                if "overlong" in rollout.reward_parts:
+                    raise RewardError("the reward has a part named overlong, as algo.overlong_share adds one; rename it, or set that to 0")
                 rollout.shape("overlong", self.algo.overlong_penalty * cost)
 
     def _greedy(self, groups: Sequence[Group]) -> list[Group]:

@@ -44,7 +44,9 @@ def sample_groups(
                     rollout.add_sampled(completion.token_ids, completion.logprobs, completion.versions)
                 except ValueError as error:  # its weights are broken, or it is: nothing that it samples can be trusted
                     raise EngineError(f"the engine's completion of group {group.id}, rollout {rollout.index}: {error}") from error
-                rollout.finish(completion.finish_reason, completion_text(completion.token_ids, tokenizer))
+                rollout.finish(
+                    completion.finish_reason, completion_text(completion.token_ids, tokenizer, completion.finish_reason == "stop")
+                )
                 scorer.submit(rollout, group.task)
                 on_completion(ranks.world // engine.team.world)  # the others are about as far
                 del waiting[completion.id]

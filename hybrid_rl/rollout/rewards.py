@@ -1,187 +1,285 @@
 """Rewards in worker processes, so that scoring overlaps generation and no reward can hang or crash the run.
 
-A reward is a function (completion: str, task: Task) → float, or → {part: float} whose sum is the reward. Whatever it does
-instead (raise, hang, return something else, kill its process) becomes an error on the rollout: counted by its kind, never invented.
+A reward is a function (completion: str, task: Task) → number, or → {part: number} whose sum is the reward; it may be `async`. Whatever it
+does instead (raise, hang, return something else, end its process) becomes an error on the rollout: counted by its kind, never invented.
 """
 
 from __future__ import annotations
 
-import math
+import atexit
+import codecs
+import os
+import queue
 import signal
+import sys
+import threading
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import wait
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
-from numbers import Real
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait as wait_for
 from typing import Any
-
-from hydra.utils import instantiate
-from pebble import CONSTS, ProcessExpired, ProcessFuture, ProcessPool
 
 from hybrid_rl.processes import hangs
 from hybrid_rl.processes.children import Context
+from hybrid_rl.rollout.reward_worker import CONTRACT, DIED, TIMEOUT, RewardFault, Score, Unusable, work
 from hybrid_rl.types import Rollout, Task
 
-CONSTS.term_timeout = 0.2  # seconds before pebble kills a worker, which takes no notice of SIGTERM
-# kinds of faults beside a raised exception's name
-TIMEOUT, DIED, NOT_FINITE, NOT_A_NUMBER = "timeout", "died", "not finite", "not a number"
-POOLS = 3  # new ones that a step may need before the machine is called broken
+STARTS = 3  # of a worker that the system kills, one after the other, before the machine is called broken
+OUTPUT = 1 << 16  # bytes that the rewards of a run may print
+CONTEXT = Context()
+# What a reward is tried with. A reward that runs the code of completions runs this.
+MADE_UP = "This is a made-up completion.\n\n```python\nprint(1)\n```\n"
+MOST_TRIALS = 8  # tasks, each of another source
 
 
 class RewardError(RuntimeError):
     """No reward could be had, or too few."""
 
 
-@dataclass(frozen=True, slots=True)
-class RewardFault:
-    """What a reward did instead of giving a number: `kind` is what faults are counted by, `text` what a person reads."""
+class _Ended(Exception):
+    """A worker process is no more, or does not answer; the exit code is None if it lived on."""
 
-    kind: str
-    text: str
+    def __init__(self, exit_code: int | None):
+        super().__init__(f"its process died (exit code {exit_code})" if exit_code is not None else "its process closed its connection")
+        self.exit_code = exit_code
 
 
 @dataclass(slots=True)
 class _Asked:
-    rollout: Rollout
+    completion: str
     task: Task
-    future: ProcessFuture
+    rollout: Rollout | None = None
+    result: Future[Score | RewardFault | Unusable] = field(default_factory=Future)
 
 
 class Scorer:
     """`workers` processes that each loaded the reward once. One reward may take `timeout` seconds, then its worker is replaced."""
 
     def __init__(self, reward: Mapping[str, Any], workers: int, timeout: float, start_timeout: float = 60.0):
-        self.reward, self.workers, self.timeout, self.start_timeout = dict(reward), workers, timeout, start_timeout
+        self.reward, self.timeout, self.start_timeout = dict(reward), timeout, start_timeout
         self._pending: list[_Asked] = []
-        self._renewals = 0
-        self._pool = self._new_pool()
-        self._ready = self._pool.schedule(_loaded)  # starts the workers now, while the model still loads
+        self._queue: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
+        self._loaded: Future[None] = Future()
+        self._broken: RewardError | None = None
+        self._closed = False
+        self._workers: set[_Worker] = set()
+        self._output = _Output()
+        self._threads = [threading.Thread(target=self._attend, daemon=True) for _ in range(workers)]
+        for thread in self._threads:
+            thread.start()  # the processes load the reward now, while the model still loads
+        atexit.register(self.close)
 
-    def check(self) -> None:
-        """Wait until a worker has loaded the reward. Raises RewardError with the reason where it cannot."""
-        try:
-            self._ready.result(timeout=self.start_timeout)
-        except Exception as error:  # whatever the reward's module does when imported
-            raise RewardError(f"the reward cannot be loaded: {_describe(error)}") from error
+    def check(self, tasks: Sequence[Task] = ()) -> list[str]:
+        """Wait until a worker has loaded the reward, and try it on one task of each source; returns what a person should know.
+
+        Raises RewardError if it cannot be loaded or used on this machine, or returns something else than a number or {part: number}.
+        What else it does with a made-up completion is only told.
+        """
+        self._loaded.result()
+        first = {task.source: task for task in reversed(tasks)}
+        asked = [_Asked(MADE_UP, task) for task in [*first.values()][-MOST_TRIALS:]]
+        for each in asked:
+            self._queue.put(each)
+        notes = []
+        for each in asked:
+            result = self._result(each)
+            if isinstance(result, RewardFault):
+                tried = f"reward._target_={self.reward['_target_']}, tried with a made-up completion on task {each.task.id}: {result.text}"
+                if result.kind in CONTRACT:
+                    raise RewardError(tried)
+                notes.append(f"{tried}; if it does so with sampled completions, their groups are replaced")
+        return notes
 
     def submit(self, rollout: Rollout, task: Task) -> None:
-        self._pending.append(_Asked(rollout, task, self._schedule(rollout, task)))
+        self._pending.append(_Asked(rollout.completion, task, rollout))
+        self._queue.put(self._pending[-1])
 
     def finish(self) -> int:
-        """Wait for everything submitted, and record each reward, or its error, on its rollout; returns the number of errors."""
-        errors, left = 0, len(self._pending)
+        """Wait for everything submitted, and record each reward, or its error, on its rollout; returns the number of errors.
+
+        Raises RewardError if rewards cannot be had on this machine any more.
+        """
+        errors = 0
         for asked in self._pending:
-            result = self._result(asked, left)
+            result, rollout = self._result(asked), asked.rollout
+            assert rollout is not None
             if isinstance(result, RewardFault):
-                asked.rollout.error, asked.rollout.fault = result.text, result.kind
+                rollout.error, rollout.fault = result.text, result.kind
                 errors += 1
             else:
-                asked.rollout.score(*result)
+                rollout.score(*result)
             hangs.progress()
         self._pending.clear()
-        self._renewals = 0
         return errors
 
-    def _result(self, asked: _Asked, left: int) -> tuple[float, dict[str, float]] | RewardFault:
-        """What the worker gave; what the pool itself reports, since the worker can not, becomes a fault too."""
-        limit = time.monotonic() + (self.timeout + self.start_timeout) * (1 + left)
-        while True:
-            if wait([asked.future], timeout=1.0).done:
-                error = asked.future.exception()
-                if error is None:
-                    return asked.future.result()
-                if isinstance(error, ProcessExpired):
-                    return RewardFault(DIED, f"its process died (exit code {error.exitcode})")
-                if isinstance(error, TimeoutError):
-                    break
-                if not isinstance(error, BrokenProcessPool):
-                    raise error
-                self._renew()
-            elif not self._pool.active:
-                self._renew()
-            elif time.monotonic() > limit:
-                break
-        return RewardFault(TIMEOUT, f"timed out after {self.timeout:g} s")
+    def _result(self, asked: _Asked) -> Score | RewardFault:
+        while not wait([asked.result], timeout=1.0).done:
+            if self._broken:
+                raise self._broken
+        result = asked.result.result()
+        if isinstance(result, Unusable):
+            raise RewardError(result.text)
+        return result
 
-    def _new_pool(self) -> ProcessPool:
-        context = Context()
-        return ProcessPool(max_workers=self.workers, initializer=_load, initargs=(self.reward,), context=context)
-
-    def _schedule(self, rollout: Rollout, task: Task) -> ProcessFuture:
-        arguments = (rollout.completion, task)
+    def _attend(self) -> None:
+        """One worker process after another, until the scorer is closed. Each task is given to one worker, and answered in bounded time."""
+        asked: _Asked | None = None
+        idle_deaths = 0
+        worker = None
         try:
-            return self._pool.schedule(_score, args=arguments, timeout=self.timeout)
-        except RuntimeError:  # the pool is broken
-            self._renew()
-            return self._pool.schedule(_score, args=arguments, timeout=self.timeout)
+            while not self._closed:
+                worker = self._start()
+                while worker.alive() or asked is None:
+                    asked = asked or self._queue.get()
+                    if asked is None or self._closed:
+                        return
+                    if not worker.alive():  # the system killed it while it had nothing to do
+                        break
+                    asked.result.set_result(worker.score(asked, self.timeout))
+                    asked, idle_deaths = None, 0
+                    if not worker.alive():
+                        break
+                self._end(worker)
+                idle_deaths += asked is not None
+                if idle_deaths > STARTS:
+                    raise RewardError(f"processes of the reward were killed {idle_deaths} times in a row while they had nothing to do")
+        except RewardError as error:
+            self._break(error)
+        except BaseException as error:  # whatever it is, nobody may wait for this thread
+            self._break(RewardError(f"the rewards' processes cannot be attended: {type(error).__name__}: {error}"))
+        finally:
+            if worker:
+                self._end(worker)
 
-    def _renew(self) -> None:
-        """A pool breaks where the system kills a worker that has nothing to do. A new one is asked for all that is still owed."""
-        self._renewals += 1
-        if self._renewals > POOLS:
-            raise RewardError(f"processes of the reward were killed {self._renewals} times in one step while they had nothing to do")
-        self.close()
-        self._pool = self._new_pool()
-        for asked in self._pending:
-            if not asked.future.done() or isinstance(asked.future.exception(), BrokenProcessPool):
-                asked.future = self._schedule(asked.rollout, asked.task)
+    def _break(self, error: RewardError) -> None:
+        if not self._closed:
+            self._broken = error
+            with suppress(Exception):  # it was loaded before
+                self._loaded.set_exception(error)
+
+    def _start(self) -> _Worker:
+        """A process that has loaded the reward. Raises RewardError with the reason if none can."""
+        for _ in range(STARTS):
+            worker = _Worker(self.reward, self._output)
+            self._workers.add(worker)
+            if self._closed:
+                worker.kill()
+            try:
+                problem = worker.ask(None, self.start_timeout)
+            except TimeoutError:
+                problem = f"it takes longer than rollout.reward_start_timeout={self.start_timeout:g} s"
+            except _Ended as ended:
+                problem = str(ended)
+                if ended.exit_code is not None and ended.exit_code < 0 and not self._closed:  # by a signal: the system's doing, perhaps
+                    self._end(worker)
+                    continue
+            if not problem:
+                with suppress(Exception):  # another one was first
+                    self._loaded.set_result(None)
+                return worker
+            self._end(worker)
+            break
+        raise RewardError(f"the reward cannot be loaded: {problem}")
+
+    def _end(self, worker: _Worker) -> None:
+        worker.kill()
+        self._workers.discard(worker)
 
     def close(self) -> None:
-        self._pool.stop()
-        self._pool.join()  # bounded: what does not end by itself is killed
+        """End the processes; what is still owed is not answered any more."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        for _ in self._threads:
+            self._queue.put(None)
+        for worker in list(self._workers):
+            worker.process.kill()  # its thread notices, and does the rest
+        for thread in self._threads:
+            thread.join(10)
+        self._output.close()
 
 
-_reward: Callable[[str, Task], Any] | str = "the reward was not loaded"
+class _Worker:
+    """One process, seen from the thread that attends it."""
+
+    def __init__(self, reward: dict[str, Any], output: _Output):
+        self.killed = False
+        self.pipe, there = CONTEXT.Pipe()
+        self.process = CONTEXT.Process(target=work, args=(there, reward, output.writer))
+        self.process.start()
+        there.close()
+
+    def alive(self) -> bool:
+        """Two signs: a process that it started may hold the sentinel open, and another thread may be about to reap it."""
+        return self.process.is_alive() and not wait_for([self.process.sentinel], 0)
+
+    def score(self, asked: _Asked, timeout: float) -> Score | RewardFault | Unusable:
+        """Its answer; what it cannot report itself becomes a fault too, and then it is no more."""
+        try:
+            return self.ask((asked.completion, asked.task), timeout)
+        except TimeoutError:
+            fault = RewardFault(TIMEOUT, f"timed out after {timeout:g} s")
+        except _Ended as ended:
+            fault = RewardFault(DIED, str(ended))
+        self.kill()
+        return fault
+
+    def ask(self, message: object, timeout: float) -> Any:
+        """What it sends next, after `message` if there is one. Raises TimeoutError or _Ended."""
+        deadline = time.monotonic() + timeout
+        try:
+            if message is not None:
+                self.pipe.send(message)
+            while not self.pipe.poll(min(0.2, max(0.0, deadline - time.monotonic()))):
+                if not self.alive() and not self.pipe.poll():  # a process that it started may hold the pipe open
+                    raise EOFError
+                if time.monotonic() > deadline:
+                    raise TimeoutError
+            return self.pipe.recv()
+        except TimeoutError:
+            raise
+        except Exception:  # the pipe is closed, or holds what is no message
+            patience = time.monotonic() + 1.0
+            while self.process.is_alive() and time.monotonic() < patience:  # join waits for ever if the sentinel alone is closed
+                time.sleep(0.01)
+            raise _Ended(self.process.exitcode) from None
+
+    def kill(self) -> None:
+        """And all that it started."""
+        if self.killed:  # its number may be another's by now
+            return
+        self.killed = True
+        assert self.process.pid
+        with suppress(OSError):  # it has no group yet, or nothing of it is left
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
 
 
-def _load(config: dict[str, Any]) -> None:
-    global _reward
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # to a whole process group it is meant for the run, which ends its workers when it ends
-    try:
-        _reward = instantiate(config, _partial_=True)
-    except Exception as error:  # an initializer must not raise: the pool would start worker after worker
-        _reward = _describe(error)
+class _Output:
+    """What the workers print, passed on to standard error up to OUTPUT bytes."""
 
+    def __init__(self) -> None:
+        self._reader, self.writer = CONTEXT.Pipe(duplex=False)
+        threading.Thread(target=self._pass_on, daemon=True).start()
 
-def _loaded() -> None:
-    if isinstance(_reward, str):
-        raise RewardError(_reward)
+    def _pass_on(self) -> None:
+        left, decoder = OUTPUT, codecs.getincrementaldecoder("utf-8")("replace")
+        while chunk := os.read(self._reader.fileno(), 1 << 16):
+            if left > 0:
+                text = decoder.decode(chunk[:left])
+                left -= len(chunk)
+                if left <= 0:
+                    text += f"\nhybrid_rl: the reward has printed {OUTPUT >> 10} KiB; what it prints from now on is not shown\n"
+                with suppress(OSError, ValueError):  # closed
+                    sys.stderr.write("".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text))
+                    sys.stderr.flush()
+        self._reader.close()
 
-
-def _score(completion: str, task: Task) -> tuple[float, dict[str, float]] | RewardFault:
-    """In the worker: the reward's total and its named parts, or what it did instead.
-
-    A fault is returned and not raised: not every exception survives the way to another process.
-    """
-    try:
-        _loaded()
-        result = _reward(completion, task)  # type: ignore[operator]
-        named = dict(result) if isinstance(result, Mapping) else {"reward": result}
-        for name, value in named.items():
-            if not isinstance(value, Real):
-                return RewardFault(NOT_A_NUMBER, f"the reward's part {name!r} is {_shown(value)}, not a number")
-        parts = {str(name): float(value) for name, value in named.items()}
-        total = sum(parts.values())
-    except (Exception, SystemExit) as error:  # the reward's own failure, of any kind
-        return RewardFault(type(error).__name__, _describe(error))
-    if not math.isfinite(total) or not all(map(math.isfinite, parts.values())):
-        return RewardFault(NOT_FINITE, f"reward {total} with parts {parts} is not finite")
-    return total, parts
-
-
-def _shown(value: object) -> str:
-    """A value that may be of any size, or not even have a repr."""
-    try:
-        text = repr(value)
-    except Exception:
-        text = f"a {type(value).__name__}"
-    return text if len(text) <= 100 else f"{text[:100]}…"
-
-
-def _describe(error: BaseException) -> str:
-    try:
-        text = str(error)
-    except Exception:  # of an exception of the reward's own
-        text = "(without a text)"
-    return f"{type(error).__name__}: {text}"
+    def close(self) -> None:
+        """What was printed is still passed on."""
+        self.writer.close()

@@ -71,7 +71,9 @@ def keep(s: Session, bad: BadBatch, fault: Fault, model: Policy, folder: Path) -
             "checkpoint": last[-1].name if last else None, **bad.facts,
         }  # fmt: skip
         write_json(root / name / "batch.json", facts)
-    s.console.say(f"{said}; the batch is kept: python -m hybrid_rl.replay {root / name}")
+    loss = str(s.config.algo.loss.get("_target_"))
+    own = "" if loss.startswith("hybrid_rl.algo.") else f" --loss {loss}"
+    s.console.say(f"{said}; the batch is kept: python -m hybrid_rl.replay {root / name}{own}")
 
 
 def as_groups(demonstrations: Sequence[Rollout]) -> list[Group]:

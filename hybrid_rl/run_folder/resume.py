@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from hybrid_rl.config import Config
 from hybrid_rl.data import TaskSets
 from hybrid_rl.machine import versions
-from hybrid_rl.preflight.settings import source_of
+from hybrid_rl.preflight.settings import file_of
 from hybrid_rl.run_folder import checkpoint
 from hybrid_rl.run_folder.checkpoint import Checkpoint, CheckpointError
 from hybrid_rl.run_folder.files import Unreadable, read_yaml
@@ -22,7 +22,7 @@ USED = ("config.yaml", "metrics.jsonl", "summary.json", "checkpoints", "rollouts
 MAY_CHANGE = (
     "resume:", "output_dir:", "rl.steps:", "rl.checkpoint_every:", "rl.keep_checkpoints:", "rl.keep_best:", "rl.eval_every:", "rl.max_empty_steps:",
     "rollout.keep_steps:",
-    "sft.checkpoint_every:", "checkpoint.", "ranks:", "rank_timeout:", "rollout.max_reward_failures:", "stop_timeout:", "rollout.reward_start_timeout:",
+    "sft.checkpoint_every:", "checkpoint.", "export.", "ranks:", "rank_timeout:", "rollout.max_reward_failures:", "stop_timeout:", "rollout.reward_start_timeout:",
     "policy.shard:", "policy.offload:", "policy.activation_checkpointing:", "handover.", "engine.timeout:", "engine.start_timeout:",
     "engine.restarts:", "engine.memory_fraction:", "engine.tensor_parallel:",
 )  # fmt: skip
@@ -81,7 +81,7 @@ def digests(config: Config, tasks: TaskSets) -> dict[str, str]:
     """Return what identifies a run's data: a digest of each task set, and one of the files that define the reward."""
     source = sha256()
     for target in sorted(_targets(config.reward)):
-        file = source_of(target)
+        file = file_of(target)
         source.update(file.read_bytes() if file and file.is_file() else target.encode())
     return {**tasks.digests(), "reward": source.hexdigest()}
 

@@ -11,9 +11,12 @@ Standard library only, and little of it: imports are most of the time that a lau
 
 from __future__ import annotations
 
-import _signal  # signal itself imports enum, which takes as long as all the rest
+import _signal  # signal and socket themselves import enum, which takes as long as all the rest
+import _socket
+import _thread
 import ctypes
 import errno
+import marshal
 import os
 import resource
 import select
@@ -33,6 +36,8 @@ FRAME = struct.Struct("<BiIII")  # end, exit code, bytes of standard output, of 
 KEEPER_GRACE = 2.0  # seconds beyond the time of an input that init has to end by itself
 INTERPRETER = 32 << 20  # bytes that a program may hold resident beyond its limit: the interpreter itself
 POLL_MS = 20  # between two measurements of memory and CPU time
+STACK = 32 << 20  # bytes of address space for the stack of a process, and for that of each thread a program may have
+THREAD_STACK = 8 << 20  # that threads get if the program does not choose
 NOBODY = 65534
 OUTER_PROC = "/proc-outside"  # until init has mounted its own: the kernel lets only those mount /proc who see one whole
 
@@ -40,50 +45,59 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4
 MNT_DETACH, AT_FDCWD, AT_RECURSIVE, SYS_MOUNT_SETATTR = 2, -100, 0x8000, 442
 NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 1 << 17, 1 << 25, 1 << 26, 1 << 27, 1 << 28, 1 << 29, 1 << 30
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 24, 38
-SIGINT, SIGKILL, SIGCHLD, SIGACTION = 2, 9, 17, (13, 134)
+SIGINT, SIGKILL, SIGCHLD, AF_UNIX = 2, 9, 17, 1
 
-# Refused to the program: what reaches other processes, makes namespaces or mounts, opens sockets, holds memory that no limit
-# counts (memfd, System V IPC), makes the whole machine wait (sync), or is a wide door into the kernel. Numbers: x86_64, aarch64.
+# Refused to the program: what reaches other processes, makes namespaces or mounts, opens sockets or enlarges their buffers, holds
+# memory that no limit counts (memfd, System V IPC, queues of inotify, pages in a pipe that no process maps), uses up what the whole
+# machine shares (io_setup), makes it wait (sync), or is a wide door into the kernel. Numbers: x86_64, aarch64.
 DENIED = {
     "add_key": (248, 217), "bpf": (321, 280), "chroot": (161, 51), "fanotify_init": (300, 262), "finit_module": (313, 273),
     "fsconfig": (431, 431), "fsmount": (432, 432), "fsopen": (430, 430), "fspick": (433, 433), "init_module": (175, 105),
-    "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "io_uring_setup": (425, 425), "kcmp": (312, 272),
+    "inotify_init": (253, 26), "inotify_init1": (294, 26), "io_setup": (206, 0), "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "io_uring_setup": (425, 425), "kcmp": (312, 272),
     "kexec_file_load": (320, 294), "kexec_load": (246, 104), "keyctl": (250, 219), "memfd_create": (319, 279),
     "memfd_secret": (447, 447), "mount": (165, 40), "mount_setattr": (442, 442), "move_mount": (429, 429), "mq_open": (240, 180),
     "msgget": (68, 186), "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "open_tree": (428, 428),
     "perf_event_open": (298, 241), "personality": (135, 92), "pidfd_getfd": (438, 438), "pivot_root": (155, 41),
     "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "ptrace": (101, 117), "quotactl": (179, 60),
     "quotactl_fd": (443, 443), "request_key": (249, 218), "semget": (64, 190), "setns": (308, 268), "shmget": (29, 194),
-    "sync": (162, 81), "syncfs": (306, 267),
-    "socket": (41, 198), "syslog": (103, 116), "umount2": (166, 39), "unshare": (272, 97), "userfaultfd": (323, 282),
+    "setsockopt": (54, 208), "socket": (41, 198), "splice": (275, 76), "sync": (162, 81), "syncfs": (306, 267), "syslog": (103, 116),
+    "tee": (276, 77), "umount2": (166, 39), "unshare": (272, 97), "userfaultfd": (323, 282), "vmsplice": (278, 75),
 }  # fmt: skip
-MACHINES = {"x86_64": (0, 0xC000003E, 56), "aarch64": (1, 0xC00000B7, 220)}  # column above, audit architecture, number of clone
-CLONE3 = 435
+# Succeed and do nothing: they would act on the disk, the page cache or the locks of files that the sandbox shares with the machine.
+IDLE = {
+    "fadvise64": (221, 223), "fdatasync": (75, 83), "flock": (73, 32), "fsync": (74, 82), "msync": (26, 227), "sync_file_range": (277, 84),
+}  # fmt: skip
+SET_LOCK = (6, 7, 37, 38)  # the commands of fcntl that do the same as flock
+CLONE, FCNTL, SIGACTION, SOCKETPAIR = (56, 220), (72, 25), (13, 134), (53, 199)  # depend on an argument, see _filter
+CLONE3, NEWER = 435, 450  # Linux 5.17 and later added the calls from NEWER on: programs must do without them
+MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, audit architecture
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def launch(request: dict[str, Any]) -> None:
-    """The launcher's life: write a frame for each input to standard output."""
-    _die_with_parent()
-    if os.getppid() != request["parent"]:
-        return
+    """The launcher's life: write a frame for each input to standard output. The inputs stay in the file that is standard input."""
     deadline = time.monotonic() + request["total"]
-    if request["function"]:
-        import json  # noqa: F401  # here once, not in each program
     try:
+        _die_with_parent()
+        if os.getppid() != request["parent"]:
+            return
+        if request["function"]:
+            import json  # noqa: F401  # here once, not in each program
         with open("/proc/self/oom_score_adj", "w") as score:
             score.write("1000")  # of all processes the system should kill this one first
         request["uid"] = _enter_namespaces()
         _build_root()
+        place = os.lseek(0, 0, os.SEEK_CUR)
+        for size in request.pop("sizes"):
+            wall = min(request["wall"], deadline - time.monotonic())
+            if wall <= 0:
+                _send("not run")
+            else:
+                os.waitpid(_fork(_keep, request, (place, size), wall), 0)
+            place += size
     except OSError as error:
-        return _send("setup", stderr=str(error).encode())
-    for data in request.pop("inputs"):
-        wall = min(request["wall"], deadline - time.monotonic())
-        if wall <= 0:
-            _send("not run")
-        else:
-            os.waitpid(_fork(_keep, request, data, wall), 0)
+        _send("setup", stderr=str(error).encode())
 
 
 def _call(name: str, *arguments: Any, about: object = "") -> None:
@@ -199,28 +213,34 @@ def _bind(source: str, target: str) -> None:
     _mount(f"/old{source}", target, None, MS_BIND | MS_REC)
 
 
-def _keep(request: dict[str, Any], data: Any, wall: float) -> None:
-    """The keeper: one input in namespaces of its own; init's frame, or one that says it died."""
-    _die_with_parent()
-    _call("unshare", NEWNS | NEWPID)
-    start = os.lseek(1, 0, os.SEEK_CUR)
-    init = _fork(_init, request, data, wall)
-    waiting = select.poll()
-    waiting.register(os.pidfd_open(init))
-    if not waiting.poll((wall + KEEPER_GRACE) * 1000):
-        os.kill(init, SIGKILL)
-    if os.waitpid(init, 0)[1]:  # the kernel has killed and reaped everything in the namespace before this returns
+def _keep(request: dict[str, Any], place: tuple[int, int], wall: float) -> None:
+    """The keeper: one input in namespaces of its own; init's frame, or one that says why there is none."""
+    start, init, problem = os.lseek(1, 0, os.SEEK_CUR), 0, ""
+    try:
+        _die_with_parent()
+        _call("unshare", NEWNS | NEWPID)
+        init = _fork(_init, request, place, wall)
+        waiting = select.poll()
+        waiting.register(os.pidfd_open(init))
+        waiting.poll((wall + KEEPER_GRACE) * 1000)
+    except OSError as error:
+        problem = str(error)
+    status = 0
+    if init:
+        os.kill(init, SIGKILL)  # nothing happens if it has ended by itself
+        status = os.waitpid(init, 0)[1]  # the kernel has killed and reaped everything in the namespace before this returns
+    if status or problem:
         os.ftruncate(1, start)
         os.lseek(1, start, os.SEEK_SET)
-        _send("died")
+        _send("setup" if problem else "died", stderr=problem.encode())
 
 
-def _init(request: dict[str, Any], data: Any, wall: float) -> None:
+def _init(request: dict[str, Any], place: tuple[int, int], wall: float) -> None:
     """PID 1: signals from inside do not reach it, and everything else in its namespace ends with it."""
-    _die_with_parent()
-    _signal.signal(SIGINT, _signal.SIG_DFL)  # a handler would let it through
-    os.setsid()  # a signal to the process group would reach the keeper and the launcher, from inside too
     try:
+        _die_with_parent()
+        _signal.signal(SIGINT, _signal.SIG_DFL)  # a handler would let it through
+        os.setsid()  # a signal to the process group would reach the keeper and the launcher, from inside too
         owner = "" if request["uid"] is None else f",uid={request['uid']},gid={request['uid']}"
         room = f"size={request['disk']},nr_inodes=4096,mode=700{owner}"
         _mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, room)
@@ -233,18 +253,28 @@ def _init(request: dict[str, Any], data: Any, wall: float) -> None:
         os.chdir("/tmp")
         if not os.path.exists(os.__file__):
             raise OSError(errno.EACCES, f"the Python installation {sys.base_prefix} lies under /tmp, or user {os.getuid()} may not read it")
+        data = os.pread(0, place[1], place[0])
         stdin = os.memfd_create("stdin")
         with open(stdin, "wb", closefd=False) as file:
             file.write(b"" if request["function"] else data)
         os.lseek(stdin, 0, os.SEEK_SET)
+        one, other = _socket.socketpair()
+        buffer = one.getsockopt(_socket.SOL_SOCKET, _socket.SO_SNDBUF)
+        one.close()
+        other.close()
         _give_up_rights(request["uid"])
-        pipes = [os.pipe() for _ in range(3)]
+        pipes = [os.pipe() for _ in range(4)]
         child = _fork(_program, request, data, stdin, [write for _, write in pipes])
+        ended = os.pidfd_open(child)
+        for _, write in pipes:
+            os.close(write)
+        reads = [read for read, _ in pipes]
+        if problem := os.read(reads.pop(), 1 << 12):  # until the program begins: nothing that it does comes this way
+            return _send("setup", stderr=problem)
+        _usage(proc, buffer)  # what cannot be measured is found here, and not laid to the program
     except OSError as error:
         return _send("setup", stderr=str(error).encode())
-    for _, write in pipes:
-        os.close(write)
-    end, code, outputs = _watch(child, proc, [read for read, _ in pipes], request, time.monotonic() + wall)
+    end, code, outputs = _watch(child, ended, lambda: _usage(proc, buffer), reads, request, time.monotonic() + wall)
     _send(end, code, *outputs)
 
 
@@ -263,25 +293,35 @@ def _give_up_rights(uid: int | None) -> None:
     _call("prctl", PR_SET_SECCOMP, 2, program, 0, 0, about="seccomp")
 
 
-def _filter(column: int, audit: int, clone: int) -> bytes:
-    """The seccomp program (classic BPF): DENIED → EACCES, clone3 → ENOSYS (libc then uses clone), clone with new namespaces → EACCES,
-    and so a handler for SIGCHLD: where that is ignored, the kernel forgets what a child has used."""
+def _filter(column: int, audit: int) -> bytes:
+    """The seccomp program (classic BPF): refuse DENIED (EACCES), do nothing for IDLE, and look at the arguments of four calls."""
     load, equal, at_least, any_bit, done = 0x20, 0x15, 0x35, 0x45, 0x06
-    allow, kill, refuse, missing = 0x7FFF0000, 0x80000000, 0x00050000 | errno.EACCES, 0x00050000 | errno.ENOSYS
-    numbers = [row[column] for row in DENIED.values()]
-    rows = [(load, 0, 0, 4), (equal, 1, 0, audit), (done, 0, 0, kill), (load, 0, 0, 0), (at_least, 0, 1, 1 << 30), (done, 0, 0, refuse)]
-    rows += [(equal, 0, 1, CLONE3), (done, 0, 0, missing)]
-    for i, number in enumerate(numbers):
-        rows.append((equal, len(numbers) - i + 6, 0, number))  # to the last row
-    rows += [(equal, 0, 2, clone), (load, 0, 0, 16), (any_bit, 4, 3, NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET)]
-    rows += [(equal, 0, 2, SIGACTION[column]), (load, 0, 0, 16), (equal, 1, 0, SIGCHLD), (done, 0, 0, allow), (done, 0, 0, refuse)]
-    return b"".join(struct.pack("<HBBI", *row) for row in rows)
+    errors = 0x00050000
+    allow, kill, idle = (done, 0, 0, 0x7FFF0000), (done, 0, 0, 0x80000000), (done, 0, 0, errors)
+    refuse, missing = (done, 0, 0, errors | errno.EACCES), (done, 0, 0, errors | errno.ENOSYS)
+    first, second = (load, 0, 0, 16), (load, 0, 0, 24)  # arguments
+    rows = [(load, 0, 0, 4), (equal, 1, 0, audit), kill, (load, 0, 0, 0), (at_least, 0, 1, 1 << 30), refuse]
+    rows += [(at_least, 0, 1, NEWER), missing, (equal, 0, 1, CLONE3), missing]  # libc then uses the older calls
+    for numbers, verdict in ((DENIED, refuse), (IDLE, idle)):
+        for row in numbers.values():
+            rows += [(equal, 0, 1, row[column]), verdict]
+    namespaces = NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET
+    locks = [row for command in SET_LOCK for row in ((equal, 0, 1, command), idle)]
+    for number, tests in (
+        (CLONE, [first, (any_bit, 0, 1, namespaces), refuse]),
+        (SIGACTION, [first, (equal, 0, 1, SIGCHLD), refuse]),  # if it is ignored, the kernel forgets what a child has used
+        (SOCKETPAIR, [first, (equal, 1, 0, AF_UNIX), refuse]),
+        (FCNTL, [second, *locks]),
+    ):
+        rows += [(equal, 0, len(tests) + 1, number[column]), *tests, allow]
+    return b"".join(struct.pack("<HBBI", *row) for row in [*rows, allow])
 
 
-def _watch(child: int, proc: int, pipes: list[int], request: dict[str, Any], deadline: float) -> tuple[str, int, list[bytes]]:
+def _watch(
+    child: int, ended: int, usage: Callable[[], tuple[float, int]], pipes: list[int], request: dict[str, Any], deadline: float
+) -> tuple[str, int, list[bytes]]:  # fmt: skip
     """Collect until the program ends or breaks a limit, then kill everything; how it ended, its exit code, its outputs."""
     outputs = {pipe: bytearray() for pipe in pipes}
-    ended = os.pidfd_open(child)
     waiting = select.poll()
     for descriptor in (ended, *pipes):
         waiting.register(descriptor, select.POLLIN)
@@ -292,7 +332,7 @@ def _watch(child: int, proc: int, pipes: list[int], request: dict[str, Any], dea
                 end = "exit"
             elif not _read(descriptor, outputs[descriptor]):
                 waiting.unregister(descriptor)
-        cpu, memory = _usage(proc)
+        cpu, memory = usage()
         if cpu > request["cpu"]:
             end = "cpu"
         elif memory > request["memory"] + INTERPRETER:
@@ -323,40 +363,64 @@ def _read(descriptor: int, output: bytearray) -> int:
     return len(chunk)
 
 
-def _usage(proc: int) -> tuple[float, int]:
-    """CPU seconds and resident bytes of all processes here but init; those that ended count their seconds until they are reaped."""
+def _usage(proc: int, buffer: int) -> tuple[float, int]:
+    """CPU seconds and bytes of memory of all processes here but init; those that ended count their seconds until they are reaped.
+
+    Memory is what is resident, and `buffer` for each socket: what a program may leave in it is in no process.
+    """
     ticks = pages = 0
     for name in os.listdir(proc):
         if name.isdigit() and name != "1":
             try:
-                with open(os.open(f"{name}/stat", os.O_RDONLY, dir_fd=proc), "rb") as file:
-                    fields = file.read().rpartition(b")")[2].split()
-            except OSError:  # it has just ended
+                fields = _stat(proc, name)
+                held = int(fields[21])
+                if fields[0] == b"Z":  # its other threads may go on, and hold the memory
+                    tasks = os.open(f"{name}/task", os.O_RDONLY, dir_fd=proc)
+                    try:
+                        held = max(int(_stat(tasks, task)[21]) for task in os.listdir(tasks))
+                    finally:
+                        os.close(tasks)
+            except (OSError, ValueError):  # it has just ended
                 continue
             ticks += sum(map(int, fields[11:15]))
-            pages += int(fields[21])
-    return ticks / os.sysconf("SC_CLK_TCK"), pages * resource.getpagesize()
+            pages += held
+    with open(os.open("1/net/sockstat", os.O_RDONLY, dir_fd=proc), "rb") as file:
+        sockets = int(file.readline().split()[-1])
+    return ticks / os.sysconf("SC_CLK_TCK"), pages * resource.getpagesize() + sockets * buffer
+
+
+def _stat(folder: int, name: str) -> list[bytes]:
+    with open(os.open(f"{name}/stat", os.O_RDONLY, dir_fd=folder), "rb") as file:
+        return file.read().rpartition(b")")[2].split()
 
 
 def _program(request: dict[str, Any], data: Any, stdin: int, outputs: list[int]) -> NoReturn:
-    """The process that runs what the model wrote; it leaves by os._exit."""
-    for target, descriptor in enumerate((stdin, *outputs)):
-        os.dup2(descriptor, target)
-    os.closerange(4, 256)  # init has far fewer
-    _signal.signal(SIGINT, _signal.default_int_handler)
-    _limit(request)
-    for number, (name, mode, errors) in enumerate(
-        (("stdin", "r", "strict"), ("stdout", "w", "strict"), ("stderr", "w", "backslashreplace"))
-    ):
-        stream = open(number, mode, encoding="utf-8", errors=errors, closefd=False)  # noqa: SIM115
-        setattr(sys, name, stream)
-        setattr(sys, f"__{name}__", stream)
-    code, function = request["code"], request["function"]
+    """The process that runs what the model wrote; it leaves by os._exit. What fails before that is written to the last of `outputs`."""
+    told = 4
+    try:
+        for target, descriptor in enumerate((stdin, *outputs)):  # to 0 … 4
+            os.dup2(descriptor, target)
+        os.closerange(told + 1, 256)  # init has far fewer
+        _signal.signal(SIGINT, _signal.default_int_handler)
+        _thread.stack_size(THREAD_STACK)
+        code, function = request["code"], request["function"]
+        arguments = marshal.loads(data) if function else ()
+        _limit(request)
+        for number, (name, mode, errors) in enumerate(
+            (("stdin", "r", "strict"), ("stdout", "w", "strict"), ("stderr", "w", "backslashreplace"))
+        ):
+            stream = open(number, mode, encoding="utf-8", errors=errors, closefd=False)  # noqa: SIM115
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+    except BaseException as error:
+        os.write(told, (str(error) or type(error).__name__).encode())
+        os._exit(1)
+    os.close(told)
     sys.modules.pop(__name__)
     request.clear()
     status = 0
     try:
-        _execute(code, function, data)
+        _execute(code, function, arguments)
     except SystemExit as stop:
         status = stop.code & 255 if isinstance(stop.code, int) else 0 if stop.code is None else 1
     except BaseException:
@@ -378,7 +442,7 @@ def _program(request: dict[str, Any], data: Any, stdin: int, outputs: list[int])
 def _limit(request: dict[str, Any]) -> None:
     seconds = int(request["cpu"]) + 2
     for limit, value in {
-        resource.RLIMIT_AS: request["mapped"] + request["memory"],  # beyond what the interpreter itself has mapped
+        resource.RLIMIT_AS: request["mapped"] + request["memory"] + request["processes"] * STACK,  # beyond the interpreter's own
         resource.RLIMIT_CPU: seconds,
         resource.RLIMIT_FSIZE: request["disk"],
         resource.RLIMIT_NPROC: request["processes"] + 4,  # the four that are ours may count too
@@ -388,12 +452,15 @@ def _limit(request: dict[str, Any]) -> None:
         resource.RLIMIT_RTPRIO: 0,
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
-        resource.RLIMIT_STACK: 64 << 20,
+        resource.RLIMIT_STACK: STACK,
         resource.RLIMIT_SIGPENDING: 128,
     }.items():
         hard = resource.getrlimit(limit)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(limit, (value, value))
+        try:
+            resource.setrlimit(limit, (value, value))
+        except ValueError:  # Python's word for EPERM
+            raise OSError(errno.EPERM, f"setrlimit: {os.strerror(errno.EPERM)}") from None
 
 
 def _execute(code: str, function: str | None, arguments: Any) -> None:

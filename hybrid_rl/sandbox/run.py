@@ -33,7 +33,8 @@ GRACE = 10.0  # seconds beyond the time for all inputs: starting Python, on a bu
 # -s -P and this environment are python -I, except that the order of a set of strings is the same every time.
 FLAGS = ("-s", "-P", "-S", "-B", "-X", "utf8")
 ENVIRONMENT = {"PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "TZ": "UTC", "HOME": "/tmp", "TMPDIR": "/tmp", "PATH": "/nonexistent"}
-BOOT = "import marshal; file = open(0, 'rb', closefd=False); exec(marshal.load(file)); launch(marshal.load(file))"
+ENVIRONMENT["MALLOC_ARENA_MAX"] = "1"  # glibc reserves 64 MiB of address space for each thread's own
+BOOT = "import marshal, os; exec(marshal.loads(os.read(0, {}))); launch(marshal.loads(os.read(0, {})))"  # and no byte of an input
 INSIDE = marshal.dumps(inside.__loader__.get_code(inside.__name__))  # type: ignore[union-attr]  # compiled once
 
 
@@ -87,14 +88,17 @@ def run(code: str, inputs: Sequence[str] | Sequence[Sequence[Any]], limits: Limi
     """
     if sys.platform != "linux" or os.uname().machine not in MACHINES:
         raise SandboxError(f"the sandbox needs Linux on {' or '.join(MACHINES)}, not {sys.platform} on {os.uname().machine}")
-    data = [json.loads(json.dumps(list(i), allow_nan=False)) if function else str(i).encode() for i in inputs]
+    data = [marshal.dumps(json.loads(json.dumps(list(i), allow_nan=False))) if function else str(i).encode() for i in inputs]
     request = {
-        "code": code, "function": function, "inputs": data, "parent": os.getpid(),
+        "code": code, "function": function, "sizes": [len(d) for d in data], "parent": os.getpid(),
         "cpu": limits.cpu_seconds, "wall": limits.wall_seconds, "total": limits.total_seconds,
         "memory": limits.memory_mib << 20, "disk": limits.disk_mib << 20,
         "processes": limits.processes, "output": limits.output_bytes,
     }  # fmt: skip
-    frames = _launch(marshal.dumps(request), limits.total_seconds + GRACE)
+    try:
+        frames = _launch(marshal.dumps(request), data, limits.total_seconds + GRACE)
+    except OSError as error:
+        raise SandboxError(_refusal(str(error))) from error
     outcomes = []
     for _ in inputs:
         if len(frames) < FRAME.size:
@@ -107,7 +111,7 @@ def run(code: str, inputs: Sequence[str] | Sequence[Sequence[Any]], limits: Limi
         frames = frames[start:]
         stdout, stderr = (part.decode("utf-8", "replace") for part in parts[:2])
         if ENDS[end] == "setup":
-            raise SandboxError(f"no sandbox for code: {stderr}. {_remedy(stderr)}")
+            raise SandboxError(_refusal(stderr))
         returned, result = _decode(parts[2]) if function else (False, None)
         outcomes.append(Outcome(ENDS[end], exit_code, stdout, stderr, returned, result))  # type: ignore[arg-type]
     return outcomes
@@ -122,25 +126,24 @@ def check() -> str | None:
     return None if outcome.ok and outcome.stdout == "ready\n" else f"a first program failed in the sandbox: {outcome}"
 
 
-def _launch(request: bytes, timeout: float) -> bytes:
+def _launch(request: bytes, data: list[bytes], timeout: float) -> bytes:
     """What the launcher wrote. Request and answer are files in memory: no pipe can fill up, nothing is read while it runs."""
     python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
-    command = [python, *FLAGS, "-c", BOOT, f"hybrid_rl-sandbox-of-{os.getpid()}"]
+    command = [python, *FLAGS, "-c", BOOT.format(len(INSIDE), len(request)), f"hybrid_rl-sandbox-of-{os.getpid()}"]
     with open(os.memfd_create("request"), "w+b") as asked, open(os.memfd_create("answer"), "w+b") as answer:
-        asked.write(INSIDE + request)
+        asked.writelines((INSIDE, request, *data))
         asked.seek(0)
         process = subprocess.Popen(
             command, stdin=asked, stdout=answer, stderr=subprocess.DEVNULL, env=ENVIRONMENT, cwd="/", start_new_session=True
         )
-        ended = os.pidfd_open(process.pid)
         try:
-            waiting = select.poll()
-            waiting.register(ended, select.POLLIN)
-            waiting.poll(timeout * 1000)
+            with open(os.pidfd_open(process.pid)) as ended:
+                waiting = select.poll()
+                waiting.register(ended, select.POLLIN)
+                waiting.poll(timeout * 1000)
         finally:
             process.kill()  # the whole tree ends with it; nothing happens where it has already ended
             process.wait()
-            os.close(ended)
         answer.seek(0)
         return answer.read()
 
@@ -155,8 +158,14 @@ def _decode(text: bytes) -> tuple[bool, Any]:
         return False, None
 
 
+def _refusal(message: str) -> str:
+    return f"no sandbox for code: {message}. {_remedy(message)}"
+
+
 def _remedy(message: str) -> str:
     """What to change so that the step that failed succeeds."""
+    if "Resource temporarily unavailable" in message or "Cannot allocate memory" in message or "Too many open files" in message:
+        return "This machine, or this user's share of it, is out of memory, processes or files."
     if "Python installation" in message:
         return "Install it elsewhere, or start as its owner."
     if "Operation not permitted" not in message and "Permission denied" not in message and "No space left" not in message:

@@ -28,12 +28,13 @@ def aggregated_by_hand(name: str, kept: list[bool], rollout: list[int], losses: 
     lengths = Counter(r for r, k in zip(rollout, kept, strict=True) if k)
     if not lengths:
         return 0.0
+    everyone = len(set(rollout))
     of_rollout = {r: sum(x for x, k, s in zip(losses, kept, rollout, strict=True) if k and s == r) for r in lengths}
     if name == "token_mean":
         return sum(of_rollout.values()) / sum(lengths.values())
     if name == "seq_mean":
-        return sum(total / lengths[r] for r, total in of_rollout.items()) / len(lengths)
-    return sum(of_rollout.values()) / (len(lengths) * max_tokens)
+        return sum(total / lengths[r] for r, total in of_rollout.items()) / everyone
+    return sum(of_rollout.values()) / (everyone * max_tokens)
 
 
 @every_aggregation
@@ -57,7 +58,7 @@ def test_aggregations_of_a_long_and_a_short_rollout() -> None:
     for aggregate, expected in zip(AGGREGATIONS, ([1.0] * 5, [0.25] * 4 + [1.0], [1.0] * 5), strict=True):
         weights, divisor = aggregate(kept, rollout, 8)
         assert weights.tolist() == [*expected, 0.0, 0.0]
-        assert divisor == {"token_mean": 5, "seq_mean": 2, "fixed": 16}[aggregate.__name__]
+        assert divisor == {"token_mean": 5, "seq_mean": 3, "fixed": 24}[aggregate.__name__]
 
 
 @every_aggregation
@@ -65,17 +66,18 @@ def test_nothing_kept_is_nothing_and_not_zero_over_zero(aggregate) -> None:
     for count in (0, 3):
         weights, divisor = aggregate(torch.zeros(count, dtype=torch.bool), torch.arange(count), 8)
         assert weights.tolist() == [0.0] * count
-        assert divisor == 1.0
+        assert divisor == {"token_mean": 1, "seq_mean": max(1, count), "fixed": max(1, 8 * count)}[aggregate.__name__]
 
 
 @every_aggregation
 @given(tokens=st.lists(st.tuples(st.booleans(), st.integers(0, 4)), min_size=1, max_size=20))
-def test_a_token_that_is_not_kept_is_in_no_count(aggregate, tokens: list[tuple[bool, int]]) -> None:
+def test_masks_change_the_divisor_of_the_token_mean_alone(aggregate, tokens: list[tuple[bool, int]]) -> None:
     kept, rollout = torch.tensor([t[0] for t in tokens]), torch.tensor([t[1] for t in tokens])
     weights, divisor = aggregate(kept, rollout, 8)
-    alone, same = aggregate(torch.ones(int(kept.sum()), dtype=torch.bool), rollout[kept], 8)
+    alone, _ = aggregate(torch.ones(int(kept.sum()), dtype=torch.bool), rollout[kept], 8)
     assert torch.equal(weights[kept], alone)
-    assert divisor == same
+    _, unmasked = aggregate(torch.ones_like(kept), rollout, 8)
+    assert divisor == (max(1, int(kept.sum())) if aggregate is aggregation.token_mean else unmasked)
 
 
 # ---- corrections ----------------------------------------------------------------------------------------------------

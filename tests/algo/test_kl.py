@@ -74,6 +74,37 @@ def test_what_gradient_each_estimator_has_as_a_loss(policies: tuple[Tensor, Tens
 
 
 @every_estimator
+@pytest.mark.parametrize("moved", [0.0, 0.3, 1.5])
+def test_the_unbiased_form_keeps_the_gradient_of_the_reverse_kl_once_the_policy_has_moved(estimator, moved: float, policies) -> None:
+    """Tokens sampled from an older policy, exactly: the mean over all of them, weighted by its probabilities."""
+    logits, reference = policies
+    old = (logits.detach() + moved * torch.randn(12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))).log_softmax(-1)
+    logprobs = logits.log_softmax(-1)
+    (exact,) = torch.autograd.grad(divergence(logprobs, reference), logits, retain_graph=True)
+    (found,) = torch.autograd.grad((old.exp() * kl.unbiased(estimator, logprobs, reference, old)).sum(), logits, retain_graph=True)
+    torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-12)
+    (plain,) = torch.autograd.grad((old.exp() * estimator(logprobs, reference)).sum(), logits)
+    bias = float((plain - exact).norm() / exact.norm())
+    assert (bias > 0.1) == (moved > 0 or estimator is not kl.k2)
+    if moved == 1.5:
+        assert bias > 0.17
+
+
+@given(columns=st.lists(st.tuples(st.floats(-6, 0), st.floats(-6, 0), st.floats(-6, 0)), min_size=1, max_size=10))
+def test_the_unbiased_form_by_hand(columns: list[tuple[float, float, float]]) -> None:
+    """ρ·k1 and ρ·k3 with the gradient of both factors, ρ·k2 with that of k2 alone; of k2 and k3 it is −ρ·d."""
+    new, reference, old = torch.tensor(columns, dtype=torch.float64).unbind(1)
+    new.requires_grad_()
+    for estimator in ESTIMATORS:
+        found = kl.unbiased(estimator, new, reference, old)
+        (slope,) = torch.autograd.grad(found.sum(), new)
+        for (n, r, o), value, s in zip(columns, found.tolist(), slope.tolist(), strict=True):
+            ratio, d = math.exp(n - o), r - n
+            assert value == pytest.approx(ratio * {kl.k1: -d, kl.k2: d * d / 2, kl.k3: math.expm1(d) - d}[estimator], rel=1e-11, abs=1e-11)
+            assert s == pytest.approx(ratio * (1 - d if estimator is kl.k1 else -d), rel=1e-11, abs=1e-11)
+
+
+@every_estimator
 @pytest.mark.parametrize("far", [-90.0, -3e38, -math.inf])
 def test_estimators_stay_finite_whatever_happened(estimator, far: float) -> None:
     for value, reference in ((-1.0, far), (far, -1.0), (far, far)):

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from hybrid_rl.algo import aggregation, cispo, dppo_tv, gspo, ppo_clip, reinforce, sapo
+from hybrid_rl.algo import aggregation, cispo, clip_cov, dppo_tv, gmpo, gspo, kl_cov, ppo_clip, reinforce, sapo
 from hybrid_rl.algo.batch import Tokens
 
 CONF = Path(__file__).parents[2] / "conf/algo/loss"
 LOSSES: dict[str, Callable[..., tuple[Tensor, dict[str, Tensor]]]] = {
     "ppo_clip": ppo_clip.loss,
     "clip_higher": partial(ppo_clip.loss, clip_high=0.28),
-    "dual_clip": partial(ppo_clip.loss, dual_clip=3.0),
+    "without_dual_clip": partial(ppo_clip.loss, dual_clip=None),
     "gspo": gspo.loss,
     "gspo_wide": partial(gspo.loss, clip_low=0.2, clip_high=0.28),
     "cispo": cispo.loss,
@@ -29,6 +29,8 @@ LOSSES: dict[str, Callable[..., tuple[Tensor, dict[str, Tensor]]]] = {
     "dppo_tv": dppo_tv.loss,
     "sapo": sapo.loss,
     "reinforce": reinforce.loss,
+    "gmpo": gmpo.loss,
+    "clip_cov": clip_cov.loss,
 }
 every_loss = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 Token = tuple[float, float, float, float]  # log π_θ, log π_old, log μ, A
@@ -45,12 +47,13 @@ def batch(given_rollouts: list[list[Token]], dtype: torch.dtype = torch.float64)
     columns = zip(*(t for r in given_rollouts for t in r), strict=True)
     new, old, behaviour, advantages = (torch.tensor(column, dtype=dtype) for column in columns)
     rollout = torch.tensor([i for i, r in enumerate(given_rollouts) for _ in r])
-    return Tokens(new.requires_grad_(), old, behaviour, advantages, rollout)
+    return Tokens(new.requires_grad_(), old, behaviour, advantages, rollout, torch.ones_like(old), (old * 64).frac() < -0.5)
 
 
 def at(tokens: Tokens, index: Tensor) -> Tokens:
     new = tokens.logprobs.detach()[index].requires_grad_()
-    return Tokens(new, tokens.old_logprobs[index], tokens.behaviour_logprobs[index], tokens.advantages[index], tokens.rollout[index])
+    names = ("old_logprobs", "behaviour_logprobs", "advantages", "rollout", "entropy", "look")
+    return Tokens(new, *(getattr(tokens, name)[index] for name in names))
 
 
 def gradient(losses: Tensor, tokens: Tokens, weights: Tensor | float = 1.0) -> Tensor:
@@ -61,7 +64,7 @@ def gradient(losses: Tensor, tokens: Tokens, weights: Tensor | float = 1.0) -> T
 # ---- by hand: value, derivative by log π_θ, clip_low, clip_high -------------------------------------------------------
 
 
-def ppo_by_hand(token: Token, low: float = 0.2, high: float = 0.2, c: float = math.inf) -> tuple[float, float, bool, bool]:
+def ppo_by_hand(token: Token, low: float = 0.2, high: float = 0.2, c: float = 3.0) -> tuple[float, float, bool, bool]:
     new, old, _, a = token
     ratio = math.exp(new - old)
     if a > 0 and ratio > 1 + high:
@@ -104,7 +107,7 @@ def reinforce_by_hand(token: Token) -> tuple[float, float, bool, bool]:
 BY_HAND = {
     "ppo_clip": ppo_by_hand,
     "clip_higher": partial(ppo_by_hand, high=0.28),
-    "dual_clip": partial(ppo_by_hand, c=3.0),
+    "without_dual_clip": partial(ppo_by_hand, c=math.inf),
     "cispo": cispo_by_hand,
     "cispo_narrow": partial(cispo_by_hand, low=0.2, high=0.28),
     "dppo_tv": dppo_by_hand,
@@ -155,12 +158,78 @@ def test_gspo_is_the_formula_by_hand(bounds: tuple[float, float], given_rollouts
     assert (statistics["clip_low"].tolist(), statistics["clip_high"].tolist()) == (lows, highs)
 
 
+@given(given_rollouts=rollouts, bounds=st.sampled_from([(0.4, 0.4), (0.1, 0.2)]))
+def test_gmpo_is_the_formula_by_hand(bounds: tuple[float, float], given_rollouts: list[list[Token]]) -> None:
+    """One advantage a rollout, as the paper has it; the geometric mean of its clipped ratios, multiplied out."""
+    low, high = bounds
+    given_rollouts = [[(*t[:3], r[0][3]) for t in r] for r in given_rollouts]
+    values, derivatives, lows, highs = [], [], [], []
+    for rollout in given_rollouts:
+        a = rollout[0][3]
+        ratios = [math.exp(new - old) for new, old, _, _ in rollout]
+        assume(all(min(abs(math.log(r) - high), abs(math.log(r) + low)) > 1e-9 for r in ratios))
+        clipped = [min(r, math.exp(high)) if a > 0 else max(r, math.exp(-low)) if a < 0 else r for r in ratios]
+        mean = math.prod(clipped) ** (1 / len(rollout))
+        silenced = [(a < 0 and r < math.exp(-low), a > 0 and r > math.exp(high)) for r in ratios]
+        values += [-a * mean] * len(rollout)
+        derivatives += [0.0 if any(s) else -a * mean for s in silenced]  # of the rollout's tokens together: n equal losses, each 1/n of it
+        lows += [s[0] for s in silenced]
+        highs += [s[1] for s in silenced]
+    tokens = batch(given_rollouts)
+    losses, statistics = gmpo.loss(tokens, low, high)
+    assert losses.tolist() == pytest.approx(values, rel=1e-11, abs=1e-12)
+    assert gradient(losses, tokens).tolist() == pytest.approx(derivatives, rel=1e-10, abs=1e-11)
+    assert (statistics["clip_low"].tolist(), statistics["clip_high"].tolist()) == (lows, highs)
+
+
+@given(given_rollouts=rollouts)
+def test_kl_cov_prices_the_move_of_the_tokens_that_its_look_named(given_rollouts: list[list[Token]]) -> None:
+    facts = [t for r in given_rollouts for t in r]
+    assume(all(abs(new - old) > 1e-6 for new, old, _, _ in facts))
+    tokens = batch(given_rollouts)
+    losses, statistics = kl_cov.loss(tokens, coef=0.5)
+    looked = tokens.look.tolist()
+    values = [-math.exp(new - old) * a + 0.5 * seen * abs(new - old) for (new, old, _, a), seen in zip(facts, looked, strict=True)]
+    slopes = [
+        -math.exp(new - old) * a + 0.5 * seen * math.copysign(1, new - old) for (new, old, _, a), seen in zip(facts, looked, strict=True)
+    ]
+    assert losses.tolist() == pytest.approx(values, rel=1e-11, abs=1e-12)
+    assert gradient(losses, tokens).tolist() == pytest.approx(slopes, rel=1e-11, abs=1e-12)
+    assert statistics["covariant"].tolist() == looked
+    assert not (statistics["clip_low"] | statistics["clip_high"]).any()
+
+
+@given(given_rollouts=rollouts)
+def test_clip_cov_silences_the_tokens_that_its_look_named(given_rollouts: list[list[Token]]) -> None:
+    assume(all(map(clear, (t for r in given_rollouts for t in r))))
+    tokens = batch(given_rollouts)
+    plain, _ = ppo_clip.loss(tokens, dual_clip=None)
+    losses, _ = clip_cov.loss(tokens)
+    assert torch.equal(losses, plain.masked_fill(tokens.look, 0.0))
+    assert torch.equal(gradient(losses, tokens), gradient(plain, tokens).masked_fill(tokens.look, 0.0))
+
+
+@given(given_rollouts=rollouts)
+def test_dppos_pull_towards_the_engine_is_added_to_every_token(given_rollouts: list[list[Token]]) -> None:
+    assume(all(map(clear, (t for r in given_rollouts for t in r))))
+    tokens = batch(given_rollouts)
+    apart = [new - mu for r in given_rollouts for new, _, mu, _ in r]
+    plain, pulled = dppo_tv.loss(tokens)[0], dppo_tv.loss(tokens, kl_tau=0.01)[0]
+    assert (pulled - plain).tolist() == pytest.approx([0.01 * d * d for d in apart], rel=1e-9, abs=1e-12)
+    pull = gradient(pulled, tokens) - gradient(plain, tokens)
+    assert pull.tolist() == pytest.approx([0.02 * d for d in apart], rel=1e-9, abs=1e-12)
+
+
 # ---- against autograd of the textbook's line ----------------------------------------------------------------------------
 
 TEXTBOOK: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
-    "ppo_clip": lambda new, old, mu, a: -torch.min((new - old).exp() * a, (new - old).exp().clip(0.8, 1.2) * a),
-    "clip_higher": lambda new, old, mu, a: -torch.min((new - old).exp() * a, (new - old).exp().clip(0.8, 1.28) * a),
-    "dual_clip": lambda new, old, mu, a: torch.where(
+    "without_dual_clip": lambda new, old, mu, a: -torch.min((new - old).exp() * a, (new - old).exp().clip(0.8, 1.2) * a),
+    "clip_higher": lambda new, old, mu, a: torch.where(
+        a < 0,
+        torch.min(-3.0 * a, -torch.min((new - old).exp() * a, (new - old).exp().clip(0.8, 1.28) * a)),
+        -torch.min((new - old).exp() * a, (new - old).exp().clip(0.8, 1.28) * a),
+    ),
+    "ppo_clip": lambda new, old, mu, a: torch.where(
         a < 0,
         torch.min(-3.0 * a, -torch.min((new - old).exp() * a, (new - old).exp().clip(0.8, 1.2) * a)),
         -torch.min((new - old).exp() * a, (new - old).exp().clip(0.8, 1.2) * a),
@@ -199,7 +268,7 @@ def test_loss_is_autograd_of_the_textbook(name: str, given_rollouts: list[list[T
 )  # fmt: skip
 def test_ppo_clip_silences_only_a_move_that_already_went_far_the_right_way(ratio, advantage, loss, cut) -> None:
     tokens = batch([[(math.log(ratio), 0.0, 0.0, advantage)]])
-    losses, statistics = ppo_clip.loss(tokens)
+    losses, statistics = ppo_clip.loss(tokens, dual_clip=0)
     assert losses.item() == pytest.approx(loss, rel=1e-12)
     assert [name for name, column in statistics.items() if column.item()] == ([cut] if cut else [])
     assert gradient(losses, tokens).item() == pytest.approx(0.0 if cut else -ratio * advantage, rel=1e-12)
@@ -214,11 +283,12 @@ def test_ppo_clip_silences_only_a_move_that_already_went_far_the_right_way(ratio
 )  # fmt: skip
 def test_dual_clip_bounds_what_a_token_with_a_negative_advantage_may_cost(ratio, advantage, loss, cut) -> None:
     tokens = batch([[(math.log(ratio), 0.0, 0.0, advantage)]])
-    losses, statistics = ppo_clip.loss(tokens, dual_clip=3.0)
+    losses, statistics = ppo_clip.loss(tokens)
     assert losses.item() == pytest.approx(loss, rel=1e-12)
     assert [name for name, column in statistics.items() if column.item()] == ([cut] if cut else [])
     assert gradient(losses, tokens).item() == pytest.approx(0.0 if cut else -ratio * advantage, rel=1e-12)
-    assert "clip_dual" not in ppo_clip.loss(tokens)[1]
+    for off in (0, None):
+        assert "clip_dual" not in ppo_clip.loss(tokens, dual_clip=off)[1]
 
 
 def test_ppo_clip_keeps_its_arithmetic_to_the_bit() -> None:
@@ -228,8 +298,8 @@ def test_ppo_clip_keeps_its_arithmetic_to_the_bit() -> None:
     ratio = (new - old).clamp(-20.0, 20.0).exp()
     free, clipped = ratio * advantages, ratio.clamp(1 - 0.2, 1 + 0.28) * advantages
     expected = -torch.minimum(free, clipped)
-    tokens = Tokens(new, old, old, advantages, torch.arange(4096))
-    losses, statistics = ppo_clip.loss(tokens, 0.2, 0.28)
+    tokens = Tokens(new, old, old, advantages, torch.arange(4096), old)
+    losses, statistics = ppo_clip.loss(tokens, 0.2, 0.28, dual_clip=0)
     assert torch.equal(losses, expected)
     assert torch.equal(gradient(losses, tokens), gradient(expected, tokens))
     assert torch.equal(statistics["clip_low"] | statistics["clip_high"], clipped < free)
@@ -344,7 +414,8 @@ def test_a_masked_rollout_leaves_no_trace(loss, aggregate, given_rollouts: list[
         slope = gradient(losses, tokens, weights / divisor)
         assert slope[~kept].count_nonzero() == 0
         results.append(((weights * losses).sum().detach() / divisor, slope[kept]))
-    torch.testing.assert_close(results[0], results[1], rtol=1e-12, atol=1e-12)
+    share = 1.0 if aggregate is aggregation.token_mean else sum(keep) / count  # the others' divisors count it
+    torch.testing.assert_close(results[0], tuple(share * r for r in results[1]), rtol=1e-12, atol=1e-12)
 
 
 @every_loss
@@ -371,7 +442,7 @@ def test_on_policy_the_gradient_is_the_policy_gradient(loss, lengths: list[int],
     rollout = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     logprobs = (-7 * torch.rand(len(rollout), generator=generator)).to(dtype)
     advantages = torch.randn(len(lengths), generator=generator).to(dtype)[rollout]  # one a rollout, as GSPO has it
-    tokens = Tokens(logprobs.clone().requires_grad_(), logprobs, logprobs, advantages, rollout)
+    tokens = Tokens(logprobs.clone().requires_grad_(), logprobs, logprobs, advantages, rollout, logprobs, rollout < 0)
     losses, statistics = loss(tokens)
     tolerance = 1e-6 if dtype == torch.float32 else 1e-14
     torch.testing.assert_close(gradient(losses, tokens), -advantages, rtol=tolerance, atol=0)
@@ -380,7 +451,7 @@ def test_on_policy_the_gradient_is_the_policy_gradient(loss, lengths: list[int],
 
 def test_ppo_clip_on_policy_is_exact_in_float32() -> None:
     logprobs, advantages = torch.tensor([-1.0, -7.0]), torch.tensor([0.75, -0.25])
-    tokens = Tokens(logprobs.clone().requires_grad_(), logprobs, logprobs, advantages, torch.tensor([0, 1]))
+    tokens = Tokens(logprobs.clone().requires_grad_(), logprobs, logprobs, advantages, torch.tensor([0, 1]), logprobs)
     losses, _ = ppo_clip.loss(tokens)
     assert torch.equal(losses, -advantages)
     assert torch.equal(gradient(losses, tokens), -advantages)
@@ -411,7 +482,9 @@ def test_a_nan_is_not_hidden(loss) -> None:
 def test_gradient_flows_through_the_new_logprobs_alone(loss) -> None:
     torch.manual_seed(1)
     columns = [(-3 * torch.rand(6)).requires_grad_() for _ in range(4)]
-    tokens = Tokens(columns[0], *(c.detach() for c in columns[1:]), torch.tensor([0, 0, 1, 1, 1, 2]))
+    tokens = Tokens(
+        columns[0], *(c.detach() for c in columns[1:]), torch.tensor([0, 0, 1, 1, 1, 2]), torch.ones(6), torch.zeros(6, dtype=torch.bool)
+    )
     before = [c.detach().clone() for c in columns]
     losses, statistics = loss(tokens)
     assert losses.shape == (6,)
@@ -427,7 +500,7 @@ def test_gradient_flows_through_the_new_logprobs_alone(loss) -> None:
 @every_loss
 def test_no_tokens_is_no_error(loss) -> None:
     empty = torch.zeros(0)
-    tokens = Tokens(torch.zeros(0, requires_grad=True), empty, empty, empty, empty.long())
+    tokens = Tokens(torch.zeros(0, requires_grad=True), empty, empty, empty, empty.long(), empty, empty.bool())
     losses, statistics = loss(tokens)
     assert losses.shape == (0,)
     assert gradient(losses, tokens).shape == (0,)
@@ -439,7 +512,7 @@ def test_no_tokens_is_no_error(loss) -> None:
 
 def test_every_option_file_is_a_loss_with_its_defaults() -> None:
     names = {path.stem for path in CONF.glob("*.yaml")}
-    assert names == {"ppo_clip", "clip_higher", "gspo", "cispo", "dppo_tv", "sapo", "reinforce"}
+    assert names == {"ppo_clip", "clip_higher", "gspo", "cispo", "dppo_tv", "sapo", "reinforce", "gmpo", "kl_cov", "clip_cov"}
     for name in names:
         text = (CONF / f"{name}.yaml").read_text()
         assert text.startswith("# ")
@@ -447,4 +520,5 @@ def test_every_option_file_is_a_loss_with_its_defaults() -> None:
         defaults = {k: p.default for k, p in inspect.signature(get_method(option["_target_"])).parameters.items() if k != "tokens"}
         assert option == {"_target_": option["_target_"], **defaults, **({"clip_high": 0.28} if name == "clip_higher" else {})}
         tokens = batch([[(-1.0, -1.25, -1.5, 1.0), (-1.0, -0.5, -1.5, -1.0)]])
-        assert torch.equal(instantiate(option, _partial_=True)(tokens)[0], LOSSES[name](tokens)[0])
+        expected = LOSSES.get(name, kl_cov.loss)
+        assert torch.equal(instantiate(option, _partial_=True)(tokens)[0], expected(tokens)[0])

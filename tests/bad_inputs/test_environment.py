@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_rl.policy.model import ModelError, pick_device
+from hybrid_rl.model_folder.read import ModelError
+from hybrid_rl.policy.model import pick_device
 from hybrid_rl.processes.launch import environment_problem
 from tests.bad_inputs.conftest import SMALL
 

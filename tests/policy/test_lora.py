@@ -18,12 +18,13 @@ from transformers import AutoModelForCausalLM
 
 from hybrid_rl.algo.batch import Tokens
 from hybrid_rl.algo.ppo_clip import loss as ppo_loss
+from hybrid_rl.attention.attend import ATTENTION_NAME
 from hybrid_rl.config import LoraConfig, Offload, OptimizerConfig, PolicyConfig, Precision
 from hybrid_rl.engine.base import Request, Sampling
 from hybrid_rl.engine.local import LocalEngine
 from hybrid_rl.handover import HandoverError, hand_over, take_back
-from hybrid_rl.policy.attention import ATTENTION_NAME
-from hybrid_rl.policy.model import ModelError, Policy
+from hybrid_rl.model_folder.read import ModelError
+from hybrid_rl.policy.model import Policy
 from hybrid_rl.policy.optimizer import Optimizer
 from hybrid_rl.policy.sharding import local
 from hybrid_rl.policy.update import score
@@ -78,7 +79,8 @@ def textbook(folder: Path, adapters: dict[str, Tensor], batch: list[Rollout]) ->
         logprobs = logits.log_softmax(-1).gather(-1, torch.tensor(r.token_ids)[1:][sampled][:, None])[:, 0]
         old = torch.tensor(r.logprobs, dtype=torch.float64)[1:][sampled]
         total = (
-            total + ppo_loss(Tokens(logprobs, old, old, torch.full_like(old, advantage), torch.zeros(len(old), dtype=torch.int64)))[0].sum()
+            total
+            + ppo_loss(Tokens(logprobs, old, old, torch.full_like(old, advantage), torch.zeros(len(old), dtype=torch.int64), old))[0].sum()
         )
     (total / sum(r.sampled for r in batch)).backward()
     return {name: a.grad for name, a in adapters.items()}

@@ -85,9 +85,12 @@ def test_a_number_that_is_not_finite_is_named_its_step_skipped_and_its_batch_rep
     assert (learner.optimizer.bad, str(learner.optimizer.fault)) == (1, said)
     assert unmoved(policy, before)
     folder = tmp_path / "bad" / "step_000012"
-    assert capsys.readouterr().out == f"step 12: {said}; the update is skipped; the batch is kept: python -m hybrid_rl.replay {folder}\n"
+    target = algo.get("loss", {"_target_": ""})["_target_"]
+    own = ["--loss", target] if target.startswith(BROKEN) else []
+    command = " ".join([str(folder), *own])
+    assert capsys.readouterr().out == f"step 12: {said}; the update is skipped; the batch is kept: python -m hybrid_rl.replay {command}\n"
     assert json.loads((folder / "batch.json").read_text())["fault"]["what"] in said
-    assert replay.main([str(folder), "--device", "cpu"]) == 1
+    assert replay.main([str(folder), "--device", "cpu", *own]) == 1
     output = capsys.readouterr().out
     assert f"recorded: {said}" in output
     marked = [line for line in output.splitlines() if "  ! " in line]
@@ -236,8 +239,45 @@ def test_replay_says_what_is_missing(tmp_path, capsys, policy):
     assert "holds no batch that was kept" in capsys.readouterr().err
     Learner(session(policy, tmp_path, **CASES["loss"][0]), 0).learn(batch(), 1)
     (tmp_path / "bad" / "step_000001" / "weights_000001" / "COMPLETE").unlink()
-    assert replay.main([str(tmp_path)]) == 2
+    assert replay.main([str(tmp_path), "--loss", f"{BROKEN}.loss"]) == 2
     assert "holds no complete weights" in capsys.readouterr().err
+
+
+HOSTILE: dict[str, tuple[Any, str]] = {
+    "another": (
+        {"_target_": "builtins.print"},
+        "algo.loss=builtins.print is not a loss of hybrid_rl; if it is yours and you trust it, add --loss",
+    ),
+    "imported": ({"_target_": "hybrid_rl.algo.ppo_clip.torch.load"}, "is not a loss of hybrid_rl"),
+    "no file of algo": ({"_target_": "hybrid_rl.run_folder.files.write_text"}, "is not a loss of hybrid_rl"),
+    "imported name": ({"_target_": "hybrid_rl.algo.ppo_clip.Tensor"}, "is not a loss of hybrid_rl"),
+    "nested": ({"_target_": "hybrid_rl.algo.ppo_clip.loss", "clip_low": {"_target_": "MARK"}}, "an argument with _target_"),
+    "deeper": ({"_target_": "hybrid_rl.algo.ppo_clip.loss", "clip_low": [{"a": {"_target_": "MARK"}}]}, "an argument with _target_"),
+    "arguments": ({"_target_": "hybrid_rl.algo.ppo_clip.loss", "_args_": [1]}, "an argument with _args_"),
+    "nested in one's own": ({"_target_": "tests.broken.loss", "rollout": {"_target_": "MARK"}}, "an argument with _target_"),
+    "a number": ({"_target_": 3}, "is not a loss of hybrid_rl"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_replay_runs_nothing_that_a_folder_names(case, tmp_path, capsys):
+    """The marked target would leave a file; with a loss of one's own named, no other is allowed."""
+    (tmp_path / "batch.json").write_text('{"kind": "policy"}')
+    mark = json.dumps(HOSTILE[case][0]).replace('"MARK"', json.dumps("pathlib.Path.touch") + f', "self": "{tmp_path}/ran"')
+    (tmp_path / "config.yaml").write_text('{"algo": {"loss": ' + mark + "}}")
+    assert replay.main([str(tmp_path), "--loss", "tests.broken.loss"]) == 2
+    said = capsys.readouterr()
+    assert HOSTILE[case][1] in said.err
+    assert (said.err.count("\n"), said.out) == (1, "")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("text", ["[", "[]", "a: ${b}", "algo: 3", "[" * 5000, "algo: {loss: {_target_: '${oc.env:NO_SUCH}'}}"])
+def test_replay_of_a_damaged_folder_is_one_line(text, tmp_path, capsys):
+    (tmp_path / "batch.json").write_text('{"kind": "policy"}')
+    (tmp_path / "config.yaml").write_text(text)
+    assert replay.main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_only_faults_are_found():
@@ -285,7 +325,7 @@ def test_ranks_skip_together(tiny_folder, tmp_path, capsys, case, shard):
     recorded = json.loads((tmp_path / "bad" / "step_000012" / "batch.json").read_text())
     assert re.match(recorded["fault"]["what"], said)
     assert recorded["ranks"] == 2
-    assert replay.main([str(tmp_path)]) == 1  # on one
+    assert replay.main([str(tmp_path), "--loss", algo.get("loss", {"_target_": ""})["_target_"]]) == 1  # on one
     assert f"recorded: {said}" in capsys.readouterr().out
 
 

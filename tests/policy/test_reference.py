@@ -232,7 +232,10 @@ def test_the_gradient_of_loss_and_distance_is_the_textbooks(folder_of, tiny_fold
         )
         distant.append(theirs.detach())
         old = torch.tensor(r.logprobs, dtype=torch.float64)[1:][sampled]
-        total = total + ppo_loss(Tokens(ours, old, old, torch.full_like(old, advantage), torch.zeros(len(old), dtype=torch.int64)))[0].sum()
+        total = (
+            total
+            + ppo_loss(Tokens(ours, old, old, torch.full_like(old, advantage), torch.zeros(len(old), dtype=torch.int64), old))[0].sum()
+        )
         d = distant[-1] - ours
         distance = distance + (d.exp() - d - 1).sum()
     count = len(torch.cat(distant))

@@ -63,9 +63,19 @@ BAD = [
     ([REVERSE, "reward._target_=tests.rewards.with_a_limit"], "reward.limit=None (default): is missing, and tests.rewards.with_a_limit needs it"),
     ([REVERSE, "rollout.batch_size=1"], "rollout.group_size=16 (conf/recipe/reverse.yaml): does not divide rollout.batch_size=1; the nearest that does is 1"),
     ([REVERSE, "algo/advantage=pass_at_k", "rollout.group_size=2"], "algo.advantage.k=4 (conf/algo/advantage/pass_at_k.yaml): must be from 2 to rollout.group_size=2"),
-    ([REVERSE, "algo/advantage=pass_at_k", "algo.advantage.k=null"], "must be from 2 to rollout.group_size=16"),
+    ([REVERSE, "algo/advantage=pass_at_k", "algo.advantage.k=null"], "algo.advantage.k=None (command line): must be an integer"),
     ([REVERSE, "algo/correction=tis", "algo.old_logprobs=recomputed", "algo.correction.tis.level=seq"], "hybrid_rl.algo.tis.correct knows 'token', 'sequence'"),
-    ([REVERSE, "algo=gspo", "algo/advantage=reinforce_pp", "algo.advantage.baseline=false", "algo.reference=frozen", "algo.kl.coef=0.1", "algo.kl.place=reward"], "gspo gives a rollout one ratio and would average the tokens' own penalties"),
+    ([REVERSE, "algo/selection=[top_entropi]"], "there is no such choice; there are: opsm, top_entropy"),
+    ([REVERSE, "algo/selection=top_entropy", "algo.selection.top_entropy.share=2"], "algo.selection.top_entropy.share=2 (command line): must be at least 0 and at most 1"),
+    ([REVERSE, "algo.loss.clip_low=-1"], "algo.loss.clip_low=-1 (command line): must be at least 0"),
+    ([REVERSE, "algo.loss.clip_high=nan"], "algo.loss.clip_high=nan (command line): must be a number"),
+    ([REVERSE, "algo.loss.clip_high=2.5"], "algo.loss.dual_clip=3.0 (conf/algo/loss/ppo_clip.yaml): must be 0 (off) or more than 1 + clip_high = 3.5"),
+    ([REVERSE, "algo/advantage=gae", "algo.advantage.whiten=1"], "algo.advantage.whiten=1 (command line): must be true or false"),
+    ([REVERSE, "algo/advantage=gae", "algo.advantage.critic_lam=2"], "algo.advantage.critic_lam=2 (command line): must be at least 0 and at most 1"),
+    ([REVERSE, "algo/advantage=vtrace", "algo.advantage.rho_bar=0.5"], "algo.advantage.rho_bar=0.5 (command line): must be at least c_bar = 1"),
+    ([REVERSE, "algo/correction=seq_mask", "algo.old_logprobs=recomputed", "algo.correction.seq_mask.low=2"], "algo.correction.seq_mask.low=2 (command line): must be from 0 to high = 1.01"),
+    ([REVERSE, "algo=gdpo", "algo.reference=frozen", "algo.kl.coef=0.1", "algo.kl.place=reward"], "takes a price off the whole reward, and gdpo looks at its parts"),
+    ([REVERSE, "algo.reference=frozen", "algo.kl.coef=0.1", "algo.kl.place=reward", "algo.kl.unbiased=true"], "algo.kl.unbiased=True (command line): is of a KL in the loss"),
     ([REVERSE, "algo=opd", "algo.teacher=/no/such", "algo.overlong_share=0.2"], "algo.overlong_share=0.2 (command line): changes the reward, which algo.advantage does not look at"),
     ([REVERSE, "algo=opd", "algo.teacher=/no/such", "algo.reference=frozen", "algo.kl.coef=0.1", "algo.kl.place=reward"], "changes the reward, which algo.advantage does not look at"),
     ([REVERSE, "algo.loss.clip_lo=0.1"], "there are: _target_, clip_low, clip_high"),
@@ -80,10 +90,9 @@ BAD = [
     ([REVERSE, "algo.teacher=/no/such/model"], "algo.teacher=/no/such/model (command line): is asked by no one; use algo=opd, or leave it out"),
     ([REVERSE, "algo=opd", "algo.teacher=/no/such/model"], "algo.teacher=/no/such/model (command line): is not a Hugging Face model folder on this disk"),
     ([REVERSE, "algo.critic.path=/no/such/model"], "algo.critic.path=/no/such/model (command line): is not a Hugging Face model folder on this disk"),
-    ([REVERSE, "algo.kl.coef=0.1", "algo.reference=frozen", "algo.kl.estimator=k1"], "has no gradient on average; use k2 or k3, or algo.kl.place=reward"),
+    ([REVERSE, "algo.kl.coef=0.1", "algo.reference=frozen", "algo.kl.estimator=k1", "algo.minibatches=1"], "has no gradient on average; use k2 or k3, algo.kl.unbiased=true, or algo.kl.place=reward"),
     ([REVERSE, "algo.kl.target=0.1", "algo.reference=frozen"], "steers algo.kl.coef, which is 0 and would stay 0"),
     ([REVERSE, "algo.loss.dual_clip=1.1"], "algo.loss.dual_clip=1.1 (command line): must be 0 (off) or more than 1 + clip_high = 1.2; 3 is usual"),
-    ([REVERSE, "algo=ppo", "algo/loss=gspo"], "gspo gives a rollout one ratio and would average the tokens' own advantages"),
     ([REVERSE, "algo.epochs=0"], "algo.epochs=0 (command line): must be at least 1"),
     ([REVERSE, "algo.overlong_share=2"], "algo.overlong_share=2.0 (command line): must be between 0 and 1"),
     ([REVERSE, "policy.lora.rank=-1"], "policy.lora.rank=-1 (command line): must be at least 0"),
@@ -163,7 +172,7 @@ def test_every_default_can_be_overridden_without_plus():
         value = values
         for part in key.split("."):
             value = value[part]
-        if key not in ("name", "model.path", "model.tiny.words", "algo.teacher", "algo.critic.path", "data_seed"):
+        if key not in ("name", "model.path", "model.tiny.words", "algo.teacher", "algo.critic.path", "data_seed", "algo.kl.unbiased"):
             given[key] = value
     assert load([REVERSE, *(f"{key}={value}" for key, value in given.items())]) == config
 
@@ -273,6 +282,50 @@ def test_functions_that_only_running_a_module_would_show_are_taken(target):
 @pytest.mark.parametrize("more", [["reward._target_=math.fsum"], ["reward._target_=tests.rewards.with_a_limit", "+reward._args_=[1,2,3]"]])
 def test_functions_that_cannot_be_looked_into_are_taken(more):
     load([REVERSE, *more])
+
+
+def test_k1_is_a_loss_where_it_is_unbiased():
+    load([REVERSE, "algo.kl.coef=0.1", "algo.reference=frozen", "algo.kl.estimator=k1"])  # four updates a batch: weighted by the ratio
+
+
+OWN = """import torch  # not loaded by a check
+NEEDS: tuple[str, ...] = ("teacher_logprobs",)
+BOUNDS = {"power": (0, None)}
+
+def refuses(own: dict[str, Undefined], run: Undefined) -> Undefined:
+    if own["power"] > run.rollout.group_size:
+        yield "power", f"is above {run.rollout.group_size}"
+    if run.algo.epochs > 1:
+        yield "algo.epochs", "must be 1"
+
+def advantages(batch, power: float = 1.0):
+    return batch.outcomes
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "overrides", "expected"),
+    [
+        (OWN, [], "algo.teacher=None (default): is missing"),
+        (OWN.replace("teacher_logprobs", "teacher"), [], "NEEDS of own_part names teacher; there are: values, greedy"),
+        (OWN.replace('("teacher_logprobs",)', "tuple()"), [], "NEEDS and BOUNDS of own_part must be written out"),
+        (OWN.replace("teacher_logprobs", "group"), ["+algo.advantage.power=-1"], "algo.advantage.power=-1 (command line): must be at least 0"),
+        (OWN.replace("teacher_logprobs", "group"), ["+algo.advantage.power=null"], "algo.advantage.power=None (command line): must be a number"),
+        (OWN.replace("teacher_logprobs", "group"), ["+algo.advantage.power=17"], "algo.advantage.power=17 (command line): is above 16"),
+        (OWN.replace("teacher_logprobs", "group"), ["algo.epochs=2"], "algo.epochs=2 (command line): must be 1"),
+        (OWN.replace("teacher_logprobs", "group").replace("if run.", "if torch.").replace('own["power"] >', "1 >"), [],
+         "refuses(own, run) of own_part raised NameError: name 'torch' is not defined; it may use its two arguments and builtins alone"),
+    ],
+)  # fmt: skip
+def test_a_part_of_the_users_own_states_what_it_needs_and_refuses(source, overrides, expected, tmp_path, monkeypatch):
+    (tmp_path / "own_part.py").write_text(source)
+    (tmp_path / "algo" / "advantage").mkdir(parents=True)
+    (tmp_path / "algo" / "advantage" / "own.yaml").write_text("_target_: own_part.advantages\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        load([REVERSE, "algo/advantage=own", *overrides], tmp_path)
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_null_is_no_dual_clip():

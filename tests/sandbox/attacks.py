@@ -48,6 +48,35 @@ ATTACKS = {
     "memory": "x = bytearray(1 << 30)\nWON()",
     "memory_slowly": "x = []\nwhile len(x) < 1024: x.append(bytearray(1 << 20))\nWON()",
     "memory_in_many_processes": "for _ in range(8): TRY(os.fork)\nx = [b'x' * (1 << 20) for _ in range(150)]\ntime.sleep(60)",
+    "memory_of_threads_whose_leader_exited": """
+import threading
+r, w = os.pipe()
+def hold():
+    time.sleep(0.1); x = b'x' * (100 << 20); os.write(w, b'x'); time.sleep(60)
+for _ in range(5):
+    if not os.fork():
+        threading.Thread(target=hold).start()
+        libc.syscall(60 if os.uname().machine == 'x86_64' else 93, 0)
+for _ in range(5): os.read(r, 1)
+time.sleep(0.2)
+WON()""",
+    "memory_in_sockets": """
+import socket
+for _ in range(12):
+    if not os.fork(): break
+kept, n = [], 0
+while TRY(lambda: kept.extend(socket.socketpair())):
+    for s in kept[-2:]:
+        TRY(s.setsockopt, socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        s.setblocking(False)
+        while TRY(s.send, b'x' * 65536): n += 65536
+time.sleep(0.2)
+n and WON()
+time.sleep(60)""",
+    "socket_families": "import socket\nfor f in range(2, 46): TRY(socket.socketpair, f, socket.SOCK_STREAM) and WON()",
+    "queues_of_events": "(libc.inotify_init1(0) >= 0 or libc.inotify_init() >= 0) and WON()",
+    "pages_in_a_pipe": "r, w = os.pipe()\nv = (ctypes.c_void_p * 2)(ctypes.addressof(ctypes.create_string_buffer(9)), 9)\nlibc.vmsplice(w, v, 1, 0) >= 0 and WON()",
+    "slots_of_asynchronous_io": "libc.syscall(206 if os.uname().machine == 'x86_64' else 0, 1024, ctypes.byref(ctypes.c_ulong(0))) == 0 and WON()",
     "memory_shared": "import mmap\nx = mmap.mmap(-1, 1 << 30)\nWON()",
     "memory_file": "f = os.memfd_create('x')\nWON()",
     "memory_system_v": "libc.shmget(0, 1 << 28, 0o1600) >= 0 and WON()",
@@ -162,6 +191,7 @@ print(os.environ.get('CANARY', ''))""",
         "for n in (101, 248, 250, 298, 310, 321, 323, 425):\n    libc.syscall(n, 0, 0, 0, 0, 0)"
         "\n    os.uname().machine == 'x86_64' and ctypes.get_errno() != 13 and WON()"
     ),
+    "newer_system_calls": "for n in (*range(450, 480), 600, 10000):\n    libc.syscall(n, -1, 0, 0, 0, 0)\n    ctypes.get_errno() == 38 or WON()",
     "x32_system_calls": "libc.syscall(0x40000000 | 39) > 0 and WON()",
     "terminal": "import fcntl, termios\nTRY(lambda: fcntl.ioctl(os.open('/dev/tty', 2), termios.TIOCSTI, b'x')) and WON()",
     "run_a_file": "open('x', 'w').write('#!' + sys.executable); os.chmod('x', 0o777); TRY(os.execv, './x', ['x', '-c', '0'])",
@@ -175,3 +205,4 @@ print(os.environ.get('CANARY', ''))""",
     "url": "import urllib.request\nTRY(urllib.request.urlopen, f'http://127.0.0.1:{PORT}', timeout=1) and WON()",
 }  # fmt: skip
 MUST_FIND = ("find_the_tests", "environments")  # these are not told the answer
+HOARDERS = ("memory_of_threads_whose_leader_exited", "memory_in_sockets")  # must break the limit on memory and no other

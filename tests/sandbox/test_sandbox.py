@@ -1,5 +1,6 @@
 """The sandbox under real attack: nothing is mocked. An attack prints the right answer, and so earns a reward, only where it has succeeded."""
 
+import fcntl
 import json
 import os
 import secrets
@@ -18,7 +19,8 @@ from hybrid_rl.sandbox import run as sandbox
 from hybrid_rl.sandbox.code import passes_tests, same_text
 from hybrid_rl.sandbox.run import Limits, SandboxError, run
 from hybrid_rl.types import Rollout, Task
-from tests.sandbox.attacks import ATTACKS, BEGIN, MUST_FIND
+from tests.refused import CALLS
+from tests.sandbox.attacks import ATTACKS, BEGIN, HOARDERS, MUST_FIND
 
 MISSING = sandbox.check()
 needs_sandbox = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
@@ -169,6 +171,27 @@ HONEST = {
     ),
     "child": ("import subprocess, sys; print(subprocess.run([sys.executable, '-c', 'print(6)'], capture_output=True, text=True).stdout)", "", "6"),
     "memory": ("x = bytearray(200 << 20); print(len(x) >> 20)", "", "200"),
+    "many_threads": (
+        "import threading as t, time\nb = t.Barrier(15)\na = [t.Thread(target=lambda: (b.wait(), bytearray(9999))) for _ in range(15)]"
+        "\nfor x in a: x.start()\nfor x in a: x.join()\nprint(len(a))", "", "15",
+    ),
+    "many_threads_of_a_child": (
+        "import subprocess, sys\nprint(subprocess.run([sys.executable, '-c', 'import threading as t\\nb = t.Barrier(12)\\n"
+        "a = [t.Thread(target=b.wait) for _ in range(12)]\\nfor x in a: x.start()\\nfor x in a: x.join()\\nprint(6)'],"
+        " capture_output=True, text=True).stdout)", "", "6",
+    ),
+    "event_loop_with_threads": (
+        "import asyncio\nasync def f(): return sum(await asyncio.gather(*[asyncio.to_thread(abs, -n) for n in range(8)]))"
+        "\nprint(asyncio.run(f()))", "", "28",
+    ),
+    "recursion_through_c": (
+        "import functools, sys; sys.setrecursionlimit(10**6)\n@functools.lru_cache(None)\ndef f(n): return 0 if n == 0 else 1 + f(n - 1)"
+        "\nprint(f(20000))", "", "20000",
+    ),
+    "database": (
+        "import sqlite3\nc = sqlite3.connect('x.db')\nwith c: c.execute('create table t(a)'); c.execute('insert into t values(7)')"
+        "\nprint(c.execute('select a from t').fetchone()[0])", "", "7",
+    ),
 }  # fmt: skip
 
 
@@ -190,9 +213,40 @@ def test_each_input_gets_a_process_a_folder_and_an_outcome_of_its_own():
 
 
 @needs_sandbox
+def test_a_program_does_not_see_the_inputs_of_other_tests():
+    code = (
+        "import gc, re, sys\nown, found, frame = input(), set(), sys._getframe()\nlook = re.compile('input-[0-9]+-[0-9a-f]{8}').findall\n"
+        "for o in gc.get_objects():\n    if isinstance(o, (str, bytes, dict, list, tuple)): found |= set(look(repr(o)))\n"
+        "while frame: found |= set(look(repr(frame.f_locals))); frame = frame.f_back\nprint(found == {own}, len(found))"
+    )
+    outcomes = run(code, [f"input-{i}-{secrets.token_hex(4)}" for i in range(3)], ROOM)
+    assert [o.stdout for o in outcomes] == ["True 1\n"] * 3, outcomes
+
+
+@needs_sandbox
+def test_locks_and_flushes_of_a_program_do_not_reach_the_machines_files():
+    """Where they did, the locks that this process holds would refuse it, and a pipe cannot be flushed."""
+    code = (
+        "import fcntl, mmap, os\nwith open(os.__file__, 'rb') as file:\n    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)\n"
+        "    fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)\n    mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ).flush()\n"
+        "os.fsync(1); os.fdatasync(1); print('idle')"
+    )
+    with open(os.__file__, "r+b" if os.access(os.__file__, os.W_OK) else "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if file.writable():
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        (outcome,) = run(code, [""], ROOM)
+    assert outcome.stdout == "idle\n", outcome
+
+
+@needs_sandbox
 @pytest.mark.parametrize(
     ("code", "limits", "end"),
     [
+        *(
+            (BEGIN + "ANSWER = 1\n" + ATTACKS[name], Limits(cpu_seconds=10, wall_seconds=30, total_seconds=30), "memory")
+            for name in HOARDERS
+        ),
         ("import time; time.sleep(60)", Limits(wall_seconds=0.3), "wall"),
         ("while True: pass", Limits(cpu_seconds=0.2, wall_seconds=30, total_seconds=30), "cpu"),
         ("import os\nfor _ in range(3): os.fork()\nwhile True: pass", Limits(cpu_seconds=0.5, wall_seconds=30, total_seconds=30), "cpu"),
@@ -339,6 +393,21 @@ def test_without_namespaces_it_refuses_and_names_the_setting():
     assert done.stdout.endswith("sysctl user.max_user_namespaces=10000.\n")
 
 
+@needs_sandbox
+@pytest.mark.parametrize("call", sorted(set(CALLS) - {"clone"}))
+def test_a_refused_system_call_ends_in_one_line(call):
+    """And no program is run with less: where limits could not be set, all of them would seem to fail."""
+    if call == "setresuid" and os.geteuid():
+        pytest.skip("only root changes its user")
+    script = "from hybrid_rl.sandbox.run import check\nprint(check())"
+    command = [sys.executable, str(REPOSITORY / "tests/refused.py"), call, sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
+    assert done.stdout.startswith("no sandbox for code: "), done
+    assert "Operation not permitted" in done.stdout
+    assert "--cap-add SYS_ADMIN" in done.stdout
+    assert (done.stdout.count("\n"), done.stderr) == (1, "")
+
+
 def test_another_system_is_refused(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     assert "the sandbox needs Linux" in str(sandbox.check())
@@ -352,3 +421,36 @@ def test_another_system_is_refused(monkeypatch):
 def test_limits_must_be_positive_and_finite(change):
     with pytest.raises(ValueError, match=next(iter(change))):
         Limits(**change)
+
+
+@pytest.mark.parametrize("dry", ["true", "false"])
+def test_a_run_without_a_sandbox_ends_before_its_model_loads(dry, tmp_path):
+    """As in a container that denies unshare and mount; the line says what to do, and nothing is trained."""
+    (tmp_path / "conf" / "recipe").mkdir(parents=True)
+    row = {"prompt": "Print 1.", "answer": json.dumps({"tests": [{"stdin": "", "stdout": "1"}]})}
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({**row, "prompt": f"{name} {i}"}) + "\n" for i in range(2)))
+    (tmp_path / "conf" / "recipe" / "code.yaml").write_text(
+        "# @package _global_\nname: code\ndata: {_target_: hybrid_rl.data.files.load_tasks, rl: train.jsonl, eval: test.jsonl}\n"
+        "reward: {_target_: hybrid_rl.sandbox.code.passes_tests}\n"
+    )
+    settings = [
+        "+recipe=code",
+        "rollout.batch_size=4",
+        "rollout.group_size=2",
+        "sft.steps=0",
+        "rl.steps=1",
+        "algo.minibatches=1",
+        "device=cpu",
+        f"dry_run={dry}",
+    ]
+    command = [sys.executable, str(REPOSITORY / "tests/refused.py"), "unshare,mount", sys.executable, "-m", "hybrid_rl.run"]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "--config-dir", str(tmp_path / "conf"), *settings], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 1, done
+    assert done.stdout.splitlines()[-1].startswith("hybrid_rl: no sandbox for code: [Errno 1] unshare: Operation not permitted. ")
+    assert "--cap-add SYS_ADMIN" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+    assert not list(tmp_path.glob("outputs/*/*/rollouts"))
