@@ -112,12 +112,12 @@ def test_an_engine_after_a_restart_does_not_repeat_the_draws_of_the_one_before(t
 def test_long_completions_are_no_hang(make_engine, tiny_folder: Path) -> None:
     """No answer for longer than the limit, but progress."""
     engine = make_engine(tiny_folder, capacity=3000)
-    patience, engine._host.timeout = engine._host.timeout, 2.0
+    patience, engine._host.timeout = engine._host.timeout, 4.0
     try:
         since = time.perf_counter()
         out = collect(engine, requests(groups=2, size=1), Sampling(temperature=0.0, max_tokens=2500))
         assert max(len(c.token_ids) for c in out.values()) > 1000
-        assert time.perf_counter() - since > 2.0, "too fast to show anything"
+        assert time.perf_counter() - since > 4.0, "too fast to show anything"
     finally:
         engine._host.timeout = patience
 
