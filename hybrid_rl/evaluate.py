@@ -65,7 +65,9 @@ def scores(groups: Sequence[Group], pass_reward: float) -> dict[str, Any]:
     right = [sum(r.reward is not None and r.reward >= least for r in group.rollouts) for group in groups]
     samples = len(rewards[0])
     ks = [2**i for i in range(samples.bit_length())] if samples > 1 else []
-    sources = mean_by_source((group.task.source, reward) for group, of_task in zip(groups, rewards, strict=True) for reward in of_task)
+    sources = mean_by_source(
+        (group.task.source, reward) for group, of_task in zip(groups, rewards, strict=True) for reward in of_task
+    )
     return {
         "reward": mean(every),
         "reward_std": spread(every),

@@ -57,7 +57,13 @@ def train_rl(s: Session) -> None:
             s.count_step(trained["nothing_trained"])
         s.save_rollouts(f"step_{step:04d}", batch.all_groups, advantages, batch.trained)
         s.remove_old_rollouts(step)
-        values = {"step": step, "version": s.version, **rollout_metrics(batch), **trained, **phase_metrics(phases, batch, s.ranks)}
+        values = {
+            "step": step,
+            "version": s.version,
+            **rollout_metrics(batch),
+            **trained,
+            **phase_metrics(phases, batch, s.ranks),
+        }
         values |= {**prompt_metrics(before, engine.stats, s.ranks), "engine_restarts": s.engine_restarts - restarts}
         begun = alarms.check(values)
         # before the checkpoint, which counts its lines: a killed run loses and doubles none

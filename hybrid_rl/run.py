@@ -34,7 +34,16 @@ from hybrid_rl.config import Config, ConfigError
 from hybrid_rl.preflight.names import parse, split
 from hybrid_rl.preflight.settings import CONF, RESUME, hydra_folders, load, search
 from hybrid_rl.processes import hangs
-from hybrid_rl.processes.launch import MARGIN, after_rank_0, attend, end_with_launcher, environment_problem, launch, launched, world
+from hybrid_rl.processes.launch import (
+    MARGIN,
+    after_rank_0,
+    attend,
+    end_with_launcher,
+    environment_problem,
+    launch,
+    launched,
+    world,
+)
 from hybrid_rl.processes.signals import asked, end_now, listening, pass_to_busy_children
 from hybrid_rl.run_folder.files import check_writable
 
@@ -77,9 +86,13 @@ def _main(arguments: list[str]) -> int:
         ("experimental-rerun", given.experimental_rerun),
     ):
         if value:
-            raise ConfigError(f"--{name}={value}: is not supported; settings of your own are recipes: --config-dir FOLDER +recipe=NAME")
+            raise ConfigError(
+                f"--{name}={value}: is not supported; settings of your own are recipes: --config-dir FOLDER +recipe=NAME"
+            )
     if given.multirun and launched():
-        raise ConfigError("-m: a sweep starts the ranks of its jobs itself; run it without another launcher, with ranks=N")
+        raise ConfigError(
+            "-m: a sweep starts the ranks of its jobs itself; run it without another launcher, with ranks=N"
+        )
     own = Path(given.config_dir) if given.config_dir else None
     jobs = BasicSweeper.split_arguments(parse(given.overrides), None)[0] if given.multirun else [given.overrides]
     configs = [cast(Config, OmegaConf.to_object(load(overrides, own))) for overrides in jobs]
@@ -102,7 +115,11 @@ def _main(arguments: list[str]) -> int:
         task = []  # Hydra knows neither the recipe nor the settings of a run's folder, and `_job` needs none from it
     with initialize_config_dir(str(CONF), version_base="1.3", job_name="run"):
         settings = [*search(own), *task, *of_hydra, _run_dir(folder)]
-        return GlobalHydra.instance().hydra.run("config", lambda _: _job(configs[0], folder, arguments), settings).return_value  # type: ignore[union-attr]
+        return (
+            GlobalHydra.instance()
+            .hydra.run("config", lambda _: _job(configs[0], folder, arguments), settings)
+            .return_value
+        )  # type: ignore[union-attr]
 
 
 def _job(config: Config, folder: Path, arguments: list[str]) -> int:
@@ -133,7 +150,9 @@ def _sweep(overrides: list[str], own: Path | None, configs: Sequence[Config], fo
         initialize_config_dir(str(CONF), version_base="1.3", job_name="run"),
     ):
         batches = GlobalHydra.instance().hydra.multirun("config", partial(_sweep_job, own), [*search(own), *overrides])  # type: ignore[union-attr]
-    codes = [job.return_value for batch in batches or () for job in batch]  # a sweeper that is not Hydra's own may give nothing
+    codes = [
+        job.return_value for batch in batches or () for job in batch
+    ]  # a sweeper that is not Hydra's own may give nothing
     return next((code for code in codes if code > 128), int(any(codes)))
 
 
@@ -144,7 +163,11 @@ def _sweep_job(own: Path | None, config: DictConfig) -> int:
     job = HydraConfig.get()
     task = list(job.overrides.task)
     print(f"\nsweep job {job.job.num}: {' '.join(task)}", flush=True)
-    return attend([{}], ["-m", "hybrid_rl.run", *_config_dir(own), *task, _run_dir(Path(job.runtime.output_dir))], config.stop_timeout)
+    return attend(
+        [{}],
+        ["-m", "hybrid_rl.run", *_config_dir(own), *task, _run_dir(Path(job.runtime.output_dir))],
+        config.stop_timeout,
+    )
 
 
 def _config_dir(own: Path | None) -> list[str]:
@@ -169,7 +192,9 @@ def _choose_folder(config: Config, given: str) -> Path:
         return Path()
     if config.resume not in RESUME:
         if given and Path(given).resolve() != Path(config.resume).resolve():
-            raise ConfigError(f"hydra.run.dir={given}: resume={config.resume} names another folder; leave one of them out")
+            raise ConfigError(
+                f"hydra.run.dir={given}: resume={config.resume} names another folder; leave one of them out"
+            )
         return _check_writable(Path(config.resume), f"resume={config.resume}")
     if given:
         if config.resume == "must" and not _begun(Path(given)):
@@ -181,13 +206,16 @@ def _choose_folder(config: Config, given: str) -> Path:
     if config.resume == "must" and newest is None:
         raise ConfigError(f"resume=must: there is no run in {runs} to go on with")
     if config.resume == "must" and finished:
-        raise ConfigError(f"resume=must: the newest run, {newest}, reached its end; resume={newest} with more rl.steps trains it further")
+        raise ConfigError(
+            f"resume=must: the newest run, {newest}, reached its end; resume={newest} with more rl.steps trains it further"
+        )
     if config.resume != "never" and newest and not finished:
         return _check_writable(newest, f"resume={config.resume}: {newest}")
     started = f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
     numbered = (runs / f"{started}_{n}" for n in count(2))  # two runs may start in one second
     return _check_writable(
-        next(folder for folder in chain([runs / started], numbered) if not folder.exists()), f"output_dir={config.output_dir}"
+        next(folder for folder in chain([runs / started], numbered) if not folder.exists()),
+        f"output_dir={config.output_dir}",
     )
 
 
@@ -216,7 +244,9 @@ def _check_ranks(config: Config) -> None:
     if ranks > 1 and config.device != "cpu":
         gpus = _gpus(config)
         if ranks > gpus and (gpus or config.device == "cuda"):
-            raise ConfigError(f"ranks={ranks}: torch sees {gpus} GPU(s) and each rank needs one; fewer ranks, or device=cpu")
+            raise ConfigError(
+                f"ranks={ranks}: torch sees {gpus} GPU(s) and each rank needs one; fewer ranks, or device=cpu"
+            )
 
 
 def _gpus(config: Config) -> int:

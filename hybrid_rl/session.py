@@ -152,7 +152,9 @@ class Session:
         trained: Collection[tuple[int, int]] = (),
     ) -> None:  # fmt: skip
         """As save_rollouts, to any file and on every rank that calls."""
-        prompts = [str(self.policy.tokenizer.decode(g.rollouts[0].token_ids[: g.rollouts[0].prompt_length])) for g in groups]
+        prompts = [
+            str(self.policy.tokenizer.decode(g.rollouts[0].token_ids[: g.rollouts[0].prompt_length])) for g in groups
+        ]
         write_rollouts(path, groups, prompts, advantages, trained)
 
     def seed_step(self, stage: str, step: int) -> None:
@@ -165,7 +167,9 @@ class Session:
 
     # ---- checkpoints, and where a run may end ----------------------------------------------------------------------------------
 
-    def save_checkpoint(self, stage: str, step: int, optimizer: Optimizer | None, critic: Critic | None = None, **state: object) -> None:
+    def save_checkpoint(
+        self, stage: str, step: int, optimizer: Optimizer | None, critic: Critic | None = None, **state: object
+    ) -> None:
         """Everything a later process needs to go on from here, the metrics written so far included. Collective.
 
         With checkpoint.background it is on the disk only after publish_checkpoint.
@@ -182,7 +186,9 @@ class Session:
             roles["critic"] = critic.model, critic.optimizer
         with self.timed("checkpoint"):
             self.metrics.sync()  # a checkpoint's lines are never fewer than it says, whatever happens to the machine
-            self.saving = checkpoint.begin(self.folder / "checkpoints", stage, step, self.policy, optimizer, {**shared, **state}, roles)
+            self.saving = checkpoint.begin(
+                self.folder / "checkpoints", stage, step, self.policy, optimizer, {**shared, **state}, roles
+            )
         if not self.config.checkpoint.background:
             self.publish_checkpoint()
 

@@ -34,7 +34,9 @@ def train_sft(s: Session) -> None:
         for step in range(start + 1, config.steps + 1):
             s.seed_step("sft", step)
             batch = curriculum.draw(config.batch_size, step)
-            window.append(imitate(policy, optimizer, batch, config.label_smoothing, s.layout, s.config.policy.row_tokens))
+            window.append(
+                imitate(policy, optimizer, batch, config.label_smoothing, s.layout, s.config.policy.row_tokens)
+            )
             if optimizer.fault:
                 keep(
                     s,
@@ -58,7 +60,9 @@ def train_sft(s: Session) -> None:
                     s.console.say(sft_line(values, config.steps))
                 window, since = [], time.perf_counter()
                 s.publish_checkpoint(wait=False)
-            stopping = step < config.steps and s.stop_asked()  # after the last one the stage is evaluated and saved anyway
+            stopping = (
+                step < config.steps and s.stop_asked()
+            )  # after the last one the stage is evaluated and saved anyway
             due = config.checkpoint_every and step % config.checkpoint_every == 0
             if step < config.steps and (due or stopping):
                 s.save_checkpoint("sft", step, optimizer, sampler=curriculum.sampler.state(), window=window)

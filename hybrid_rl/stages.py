@@ -48,7 +48,16 @@ from hybrid_rl.rollout.rewards import RewardError, Scorer
 from hybrid_rl.run_folder import checkpoint
 from hybrid_rl.run_folder.checkpoint import CheckpointError
 from hybrid_rl.run_folder.clock import read_clock, start_clock
-from hybrid_rl.run_folder.files import FolderInUse, alone_in, json_text, remove, remove_unfinished, sync_tree, write_json, write_text
+from hybrid_rl.run_folder.files import (
+    FolderInUse,
+    alone_in,
+    json_text,
+    remove,
+    remove_unfinished,
+    sync_tree,
+    write_json,
+    write_text,
+)
 from hybrid_rl.run_folder.metrics import Metrics
 from hybrid_rl.run_folder.resume import check_data, digests, resume_point
 from hybrid_rl.session import Session
@@ -82,7 +91,9 @@ def run(config: Config, folder: Path, ranks: Ranks | None = None) -> int:
         if error.errno not in DISK and not _inside(error.filename, folder):
             raise
         what = f"{folder} cannot be written to" if error.errno in DISK else f"{error.filename} cannot be used"
-        Console().say(f"hybrid_rl: {what}: {error.strerror}; its last checkpoint is whole; resume={folder} goes on from there")
+        Console().say(
+            f"hybrid_rl: {what}: {error.strerror}; its last checkpoint is whole; resume={folder} goes on from there"
+        )
         return 1
     except Stopped as stopped:
         console.say(f"hybrid_rl: {signal.Signals(stopped.number).name}: {stopped}")
@@ -117,7 +128,9 @@ def _train(config: Config, folder: Path, console: Console, ranks: Ranks) -> None
             raise
         _finish(session)
         if config.rl.steps and config.rl.max_empty_steps and not session.trained_steps:
-            raise NothingTrained(f"the run trained nothing: none of its RL steps had a gradient; see why in {folder / 'report.html'}")
+            raise NothingTrained(
+                f"the run trained nothing: none of its RL steps had a gradient; see why in {folder / 'report.html'}"
+            )
 
 
 def _let_go(s: Session) -> None:
@@ -210,17 +223,23 @@ def _build(
     ranks.from_main(lambda: (folder / "rollouts").mkdir(parents=True, exist_ok=True))
     if resumed is None:
         ranks.from_main(lambda: write_text(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config))))
-    metrics = Metrics(folder / "metrics.jsonl" if ranks.main else None, keep_lines=resumed.state["metrics_lines"] if resumed else 0)
+    metrics = Metrics(
+        folder / "metrics.jsonl" if ranks.main else None, keep_lines=resumed.state["metrics_lines"] if resumed else 0
+    )
     engine = make_engine(config, policy, model_folder, folder)
     session = Session(config, folder, model_folder, policy, engine, tasks, scorer, metrics, console, resumed, data=data)
     if resumed:
-        ranks.on_all(lambda: engine.sleep([KV_CACHE, WEIGHTS]))  # a new one is awake, and a resumed run may go on with training
+        ranks.on_all(
+            lambda: engine.sleep([KV_CACHE, WEIGHTS])
+        )  # a new one is awake, and a resumed run may go on with training
         resumed.restore_policy(policy)
         session.version, session.evaluations = resumed.state["version"], resumed.state["evaluations"]
         session.trained_steps = resumed.state.get("trained_steps", 1)  # checkpoints of earlier versions do not count
         session.empty_steps = resumed.state.get("empty_steps", 0)
         session.seconds, session.best = resumed.state["seconds"], resumed.state["best"]
-        ranks.from_main(lambda: (folder / "summary.json").unlink(missing_ok=True))  # it marks a finished run, and this one goes on
+        ranks.from_main(
+            lambda: (folder / "summary.json").unlink(missing_ok=True)
+        )  # it marks a finished run, and this one goes on
     return session
 
 
@@ -249,15 +268,23 @@ def _introduce(s: Session, notes: list[str]) -> None:
         f"engine {s.engine_kind.value} ({ENGINES[s.engine_kind]}), layout {s.layout}, compute {str(s.policy.dtype).removeprefix('torch.')}"
     )
     trained = sum(p.numel() for p in s.policy.trainable.values())
-    adapters = f", of which {trained:,} are trained (LoRA adapters of rank {config.policy.lora.rank})" if config.policy.lora.rank else ""
+    adapters = (
+        f", of which {trained:,} are trained (LoRA adapters of rank {config.policy.lora.rank})"
+        if config.policy.lora.rank
+        else ""
+    )
     say(f"model:   {config.model.path or 'embedded tiny Qwen3'}, {s.policy.parameter_count():,} parameters{adapters}")
     say(f"tasks:   {len(s.tasks.sft):,} for SFT, {len(s.tasks.rl):,} for RL, {len(s.tasks.eval):,} held out")
     if removed := removed_signal(config.algo.advantage, config.algo.silent_by):
         say(f"note:    {removed}")
     if s.engine_kind == EngineKind.sglang and (names := withheld()):
-        say(f"note:    SGLang's process is started without {', '.join(names)}: they could change its samples, or the memory it gives back")
+        say(
+            f"note:    SGLang's process is started without {', '.join(names)}: they could change its samples, or the memory it gives back"
+        )
     if config.rollout.top_k or config.rollout.top_p < 1:
-        say("note:    top-k or top-p restrict sampling; the update still compares whole distributions, so ratios are biased")
+        say(
+            "note:    top-k or top-p restrict sampling; the update still compares whole distributions, so ratios are biased"
+        )
     if s.resumed:
         say(f"resumed: {s.resumed.folder.name}, version {s.version}")
     for note in notes:

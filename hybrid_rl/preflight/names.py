@@ -46,7 +46,9 @@ def check_names(overrides: Sequence[Override], folders: Sequence[Path]) -> None:
     for override in overrides:
         key, given = override.key_or_group, f"{override.input_line} (command line)"
         if override.is_sweep_override():
-            raise ConfigError(f"{given}: several values are a sweep, which needs -m; a text with a comma needs quotes: {key}='\"a,b\"'")
+            raise ConfigError(
+                f"{given}: several values are a sweep, which needs -m; a text with a comma needs quotes: {key}='\"a,b\"'"
+            )
         if override.is_delete() and not in_open(override):
             raise ConfigError(f"{given}: a setting cannot be removed, only changed: {key}=VALUE")
         if in_open(override):
@@ -56,8 +58,14 @@ def check_names(overrides: Sequence[Override], folders: Sequence[Path]) -> None:
             options = sorted(file.stem for folder in folders for file in (folder / key).glob("*.yaml"))
             for choice in value.strip("[]").split(","):  # several of a group as a list
                 if choice and choice not in options:
-                    more = "; a recipe is chosen with +recipe=NAME, one of your own with --config-dir FOLDER too" if key == "recipe" else ""
-                    raise ConfigError(f"{key}={value} (command line): there is no such choice; {nearest(choice, options)}{more}")
+                    more = (
+                        "; a recipe is chosen with +recipe=NAME, one of your own with --config-dir FOLDER too"
+                        if key == "recipe"
+                        else ""
+                    )
+                    raise ConfigError(
+                        f"{key}={value} (command line): there is no such choice; {nearest(choice, options)}{more}"
+                    )
             if key == "recipe" and not override.is_add() and not override.is_force_add():
                 raise ConfigError(f"{given}: a recipe is added to the settings: +recipe={value}")
         elif part in choices and part != key and not isinstance(override.value(), dict):
@@ -70,7 +78,14 @@ def check_names(overrides: Sequence[Override], folders: Sequence[Path]) -> None:
 
 ALL_KEYS = "all of them: hybrid_rl/config.py, or --cfg job"
 PARTS = ("algo.advantage", "algo.loss", "algo.aggregation")
-OPEN = ("data", "reward", *PARTS, "algo.correction", "algo.selection", "engine.arguments")  # their keys are the arguments of functions
+OPEN = (
+    "data",
+    "reward",
+    *PARTS,
+    "algo.correction",
+    "algo.selection",
+    "engine.arguments",
+)  # their keys are the arguments of functions
 
 
 def in_open(override: Override) -> bool:
@@ -86,7 +101,9 @@ def check_open_names(overrides: Sequence[Override], config: DictConfig) -> None:
             (section, name) == ("data", "template_arguments") and isinstance(given, dict) and given
         )
         if adds and not override.is_add():
-            raise ConfigError(f"{override.input_line} (command line): is new here; to add it, write +{override.input_line}")
+            raise ConfigError(
+                f"{override.input_line} (command line): is new here; to add it, write +{override.input_line}"
+            )
         if name not in known and not override.is_add() and not override.is_force_add():
             near = f"{nearest(name, list(known))}; " if known else ""
             add = f"to add it, write +{section}.{name}={override.get_value_element_as_str()}"
@@ -131,7 +148,9 @@ def composition_problem(error: Exception, overrides: Sequence[Override]) -> str:
     while not isinstance(cause, OmegaConfBaseException) and cause.__cause__ is not None:
         cause = cause.__cause__
     key, line = getattr(cause, "full_key", None), first_line(cause)
-    if match := re.match(r"Could not append to config. An item is already at '(.*)'|Multiple values for ([^ ]+)\.", first_line(error)):
+    if match := re.match(
+        r"Could not append to config. An item is already at '(.*)'|Multiple values for ([^ ]+)\.", first_line(error)
+    ):
         return f"+{match[1] or match[2]} (command line): it is there already; leave the + out"
     if match := re.match(r"Could not override '([^.]*)'\.$", first_line(error)):
         return f"{match[1]} (command line): has no choice yet that could be changed; add one: +{match[1]}=NAME"

@@ -61,7 +61,9 @@ def load(overrides: Sequence[str], own: Path | None = None) -> DictConfig:
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(composition_problem(error, parsed)) from error
     if missing := sorted(OmegaConf.missing_keys(config)):
-        raise ConfigError(f"{missing[0]}=??? ({_origin(missing[0], parsed, folders, run)}): has no value; set {missing[0]}")
+        raise ConfigError(
+            f"{missing[0]}=??? ({_origin(missing[0], parsed, folders, run)}): has no value; set {missing[0]}"
+        )
     for key, problem in _problems(config):
         value = OmegaConf.select(config, key)
         raise ConfigError(f"{key}={value} ({_origin(key, parsed, folders, run)}): {problem}")
@@ -81,7 +83,9 @@ def hydra_folders(overrides: Sequence[str], own: Path | None = None) -> tuple[st
 
 def _compose(parsed: Sequence[Override], own: Path | None, base: str = "config") -> DictConfig:
     with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
-        check_open_names(parsed, compose(base, overrides=[*search(own), *(str(p.input_line) for p in parsed if not in_open(p))]))
+        check_open_names(
+            parsed, compose(base, overrides=[*search(own), *(str(p.input_line) for p in parsed if not in_open(p))])
+        )
         return compose(base, overrides=[*search(own), *(str(p.input_line) for p in parsed)])
 
 
@@ -98,9 +102,13 @@ def _resumed_folder(parsed: Sequence[Override]) -> Path | None:
         return None
     folder = Path(str(value))
     if not str(value) or not os.path.isfile(folder / "config.yaml"):
-        inside = next((f for f in [*folder.absolute().parents][:2] if str(value) and os.path.isfile(f / "config.yaml")), None)
+        inside = next(
+            (f for f in [*folder.absolute().parents][:2] if str(value) and os.path.isfile(f / "config.yaml")), None
+        )
         if inside:
-            raise ConfigError(f"resume={value} (command line): lies inside a run's folder; name the folder, resume={inside}")
+            raise ConfigError(
+                f"resume={value} (command line): lies inside a run's folder; name the folder, resume={inside}"
+            )
         if not str(value) or not os.path.isdir(folder):  # a folder without its settings is told of with them
             raise ConfigError(f"resume={value} (command line): must be never, auto, must, or the folder of a run")
     return folder
@@ -118,7 +126,9 @@ def _compose_saved(run: Path, parsed: Sequence[Override], own: Path | None) -> D
         here = OmegaConf.to_container(_compose(parsed, own), enum_to_str=True)
         assert isinstance(here, dict)
         if here["name"] and here["name"] != saved.get("name"):
-            raise ConfigError(f"resume={run}: is a run of recipe {saved.get('name')}, not of {here['name']}; leave +recipe out")
+            raise ConfigError(
+                f"resume={run}: is a run of recipe {saved.get('name')}, not of {here['name']}; leave +recipe out"
+            )
         for group in chosen:
             if group.key_or_group != "recipe":
                 *sections, last = group.key_or_group.split("/")
@@ -167,7 +177,9 @@ def _of_a_recipe(target: str) -> bool:
     if source is None:  # told where targets are checked
         return not importlib.util.find_spec(target.partition(".")[0])
     installed = [*sysconfig.get_paths().values(), *site.getsitepackages(), site.getusersitepackages()]
-    if not module.startswith("hybrid_rl.") and any(source.resolve().is_relative_to(Path(path).resolve()) for path in installed):
+    if not module.startswith("hybrid_rl.") and any(
+        source.resolve().is_relative_to(Path(path).resolve()) for path in installed
+    ):
         return False
     if source.suffix != ".py":
         return False
@@ -188,7 +200,9 @@ def _origin(key: str, overrides: Sequence[Override], folders: Sequence[Path], ru
     for file in (folder / "algo" / f"{chosen['algo']}.yaml" for folder in folders):
         if file.is_file():  # the parts that an algorithm names, where the command line names no other
             named = OmegaConf.to_container(OmegaConf.load(file)).get("defaults", [])  # type: ignore[union-attr]
-            chosen = {f"algo/{name}": choice for part in named if isinstance(part, dict) for name, choice in part.items()} | chosen
+            chosen = {
+                f"algo/{name}": choice for part in named if isinstance(part, dict) for name, choice in part.items()
+            } | chosen
     for group in ("recipe", "model", "algo", *(part.replace(".", "/") for part in PARTS)):
         path = key.removeprefix(group.replace("/", ".") + ".") if group.startswith("algo") else key
         for folder in folders:
@@ -230,9 +244,13 @@ def _problems(c: DictConfig) -> Iterator[tuple[str, str]]:
     r, t = c.rollout, c.model.tiny
     if r.batch_size % r.group_size:
         fitting = min(
-            (d for d in range(min(2, r.batch_size), r.batch_size + 1) if r.batch_size % d == 0), key=lambda d: abs(d - r.group_size)
+            (d for d in range(min(2, r.batch_size), r.batch_size + 1) if r.batch_size % d == 0),
+            key=lambda d: abs(d - r.group_size),
         )
-        yield "rollout.group_size", f"does not divide rollout.batch_size={r.batch_size}; the nearest that does is {fitting}"
+        yield (
+            "rollout.group_size",
+            f"does not divide rollout.batch_size={r.batch_size}; the nearest that does is {fitting}",
+        )
     elif (r.batch_size // r.group_size) % c.algo.minibatches:
         groups = r.batch_size // r.group_size
         fitting = min((d for d in range(1, groups + 1) if groups % d == 0), key=lambda d: abs(d - c.algo.minibatches))
@@ -242,7 +260,11 @@ def _problems(c: DictConfig) -> Iterator[tuple[str, str]]:
         )
     room = c.policy.row_tokens - r.max_prompt_tokens
     if r.max_tokens > room:
-        fix = f"at most {room} fit" if room > 0 else f"set policy.row_tokens to {r.max_prompt_tokens + r.max_tokens} or more"
+        fix = (
+            f"at most {room} fit"
+            if room > 0
+            else f"set policy.row_tokens to {r.max_prompt_tokens + r.max_tokens} or more"
+        )
         yield (
             "rollout.max_tokens",
             (
@@ -264,12 +286,18 @@ def _problems(c: DictConfig) -> Iterator[tuple[str, str]]:
     if c.policy.lora.rank > 0 and not c.policy.lora.targets:
         yield "policy.lora.targets", "names no module; all-linear means all of them"
     if c.algo.reference == Reference.base and c.policy.lora.rank == 0:
-        yield "algo.reference", "is the policy without its adapters, and policy.lora.rank=0 means it has none; use frozen"
+        yield (
+            "algo.reference",
+            "is the policy without its adapters, and policy.lora.rank=0 means it has none; use frozen",
+        )
     yield from _algo_problems(c)
     if c.device not in ("auto", "cpu", "cuda"):
         yield "device", f"{nearest(c.device, ['auto', 'cpu', 'cuda'])}"
     if c.rl.keep_best and not c.rl.eval_every:
-        yield "rl.keep_best", "compares evaluations, and rl.eval_every=0 means there are none between steps; set rl.eval_every"
+        yield (
+            "rl.keep_best",
+            "compares evaluations, and rl.eval_every=0 means there are none between steps; set rl.eval_every",
+        )
     if c.model.path is not None:
         folder = Path(c.model.path)
         if not c.model.path or not (folder / "config.json").is_file():
@@ -290,7 +318,10 @@ def _part_problems(key: str, c: DictConfig) -> Iterator[tuple[str, str]]:
     if key == "data" and isinstance(node, dict):
         arguments = node.pop("template_arguments", None)  # they are the renderer's
         if not isinstance(arguments, dict | None):
-            yield "data.template_arguments", "must be a mapping of the chat template's variables, like {enable_thinking: false}"
+            yield (
+                "data.template_arguments",
+                "must be a mapping of the chat template's variables, like {enable_thinking: false}",
+            )
     if problem := _target_problem(node, called_with):
         yield problem[0] and f"{key}.{problem[0]}", problem[1]
     elif key.startswith("algo."):
@@ -304,14 +335,25 @@ def _algo_problems(c: DictConfig) -> Iterator[tuple[str, str]]:
     wanted = needs(OmegaConf.to_container(algo.advantage))
     if algo.kl.coef and algo.reference == Reference.none:
         yield "algo.kl.coef", "needs a model to measure the distance from; set algo.reference=frozen"
-    elif algo.kl.coef and algo.kl.place == KlPlace.loss and algo.kl.estimator == KlEstimator.k1 and not unbiased_kl(algo):
-        yield "algo.kl.estimator", "as a loss has no gradient on average; use k2 or k3, algo.kl.unbiased=true, or algo.kl.place=reward"
+    elif (
+        algo.kl.coef and algo.kl.place == KlPlace.loss and algo.kl.estimator == KlEstimator.k1 and not unbiased_kl(algo)
+    ):
+        yield (
+            "algo.kl.estimator",
+            "as a loss has no gradient on average; use k2 or k3, algo.kl.unbiased=true, or algo.kl.place=reward",
+        )
     elif algo.kl.unbiased and algo.kl.place == KlPlace.reward:
-        yield "algo.kl.unbiased", "is of a KL in the loss, and algo.kl.place=reward puts it into the reward; leave it out"
+        yield (
+            "algo.kl.unbiased",
+            "is of a KL in the loss, and algo.kl.place=reward puts it into the reward; leave it out",
+        )
     elif algo.kl.target and not algo.kl.coef:
         yield "algo.kl.target", "steers algo.kl.coef, which is 0 and would stay 0; begin with algo.kl.coef=0.01, say"
     if algo.correction and algo.old_logprobs != OldLogprobs.recomputed:
-        yield "algo.correction", "compares the trainer's log-probabilities with the engine's; set algo.old_logprobs=recomputed"
+        yield (
+            "algo.correction",
+            "compares the trainer's log-probabilities with the engine's; set algo.old_logprobs=recomputed",
+        )
     if algo.correction and (c.rollout.top_k or c.rollout.top_p < 1):
         yield (
             "algo.correction",
@@ -418,7 +460,10 @@ def _target_problem(node: Any, called_with: tuple[str, ...]) -> tuple[str, str] 
         if argument in node and node[argument] not in choices:
             return argument, f"{module}.{name} knows {', '.join(map(repr, choices))}"
     if len(positional) < len(called_with) and not found.args.vararg:
-        return "_target_", f"{module}.{name} is called with ({', '.join(called_with)}) and takes {len(positional)} arguments"
+        return (
+            "_target_",
+            f"{module}.{name} is called with ({', '.join(called_with)}) and takes {len(positional)} arguments",
+        )
     optional = positional[len(positional) - len(found.args.defaults) :]
     optional += [name for name, default in zip(named, found.args.kw_defaults, strict=True) if default]
     for argument in positional[len(called_with) :] + named:
@@ -431,11 +476,15 @@ def _bound_otherwise(tree: ast.Module, name: str) -> bool:
     """Whether a module may have the name from an import, an assignment or a block: only running it would tell what it is."""
     for node in ast.walk(tree):
         match node:
-            case ast.alias(name=imported, asname=alias) if name == (alias or imported.partition(".")[0]) or imported == "*":
+            case ast.alias(name=imported, asname=alias) if (
+                name == (alias or imported.partition(".")[0]) or imported == "*"
+            ):
                 return True
             case ast.Name(id=bound, ctx=ast.Store()) if bound == name:
                 return True
-            case ast.FunctionDef(name=bound) | ast.AsyncFunctionDef(name=bound) | ast.ClassDef(name=bound) if bound == name:
+            case ast.FunctionDef(name=bound) | ast.AsyncFunctionDef(name=bound) | ast.ClassDef(name=bound) if (
+                bound == name
+            ):
                 return True
     return False
 

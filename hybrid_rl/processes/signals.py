@@ -35,7 +35,9 @@ def asked() -> int:
 
 
 @contextmanager
-def listening(patience: float, speaks: bool = True, pass_on: Callable[[int], object] = lambda number: None) -> Iterator[None]:
+def listening(
+    patience: float, speaks: bool = True, pass_on: Callable[[int], object] = lambda number: None
+) -> Iterator[None]:
     """A signal requests a graceful stop while this lasts; `patience` seconds after the first one it is as if a second one came.
 
     `pass_on` is called with the first one.

@@ -72,7 +72,9 @@ class Checkpoint:
         Raises CheckpointError where the run that was saved had none.
         """
         if _moments(name) not in self.state:
-            raise CheckpointError(f"{self.folder} holds no {name}: the run that wrote it trained none; resume=never for a new run")
+            raise CheckpointError(
+                f"{self.folder} holds no {name}: the run that wrote it trained none; resume=never for a new run"
+            )
         _together(self.ranks, f"{self.folder} could not be read", lambda: self._fill(name, model.trainable))
         self._restore_moments(_moments(name), optimizer)
 
@@ -81,12 +83,20 @@ class Checkpoint:
         try:
             into(self.state[part])
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
-            reason = "it is missing" if isinstance(error, KeyError) and error.args == (part,) else f"{type(error).__name__}: {error}"
-            raise CheckpointError(f"{self.folder / 'state.json'} holds no {part} for this run ({reason}); {AGAIN % self.folder}") from error
+            reason = (
+                "it is missing"
+                if isinstance(error, KeyError) and error.args == (part,)
+                else f"{type(error).__name__}: {error}"
+            )
+            raise CheckpointError(
+                f"{self.folder / 'state.json'} holds no {part} for this run ({reason}); {AGAIN % self.folder}"
+            ) from error
 
     def _restore_moments(self, part: str, optimizer: Optimizer) -> None:
         tensors = optimizer.blank()
-        found = _together(self.ranks, f"{self.folder} could not be read", lambda: self._fill(part, tensors, some=True))[self.ranks.rank]
+        found = _together(self.ranks, f"{self.folder} could not be read", lambda: self._fill(part, tensors, some=True))[
+            self.ranks.rank
+        ]
         self.restore(part, lambda state: optimizer.restore({name: tensors[name] for name in found}, state))
 
     def _check_files(self) -> None:
@@ -111,7 +121,9 @@ class Checkpoint:
                     held.setdefault(name, {})[file] = range(first, first + shards.get_slice(name).get_shape()[0])
         if shapes != {name: list(tensor.shape) for name, tensor in tensors.items() if not some or name in shapes}:
             raise CheckpointError(f"{self.folder} holds another model's weights")
-        if torn := sorted(name for name, pieces in held.items() if not tiles(pieces.values(), shapes[name][0] if shapes[name] else 1)):
+        if torn := sorted(
+            name for name, pieces in held.items() if not tiles(pieces.values(), shapes[name][0] if shapes[name] else 1)
+        ):
             raise CheckpointError(f"{self.folder / part}.*.safetensors do not hold every row of {torn[0]} once")
         for file in files:
             with safe_open(file, "pt") as shards, torch.no_grad():
@@ -145,7 +157,9 @@ class Saving:
             try:
                 return self.written.result(timeout)
             except TimeoutError as error:
-                raise CheckpointError(f"{_broken(self.final)}: it took more than checkpoint.timeout={timeout:g} s") from error
+                raise CheckpointError(
+                    f"{_broken(self.final)}: it took more than checkpoint.timeout={timeout:g} s"
+                ) from error
 
         def publish() -> None:
             write_json(temporary / MARKER, {name: facts for files in written for name, facts in files.items()})
@@ -162,7 +176,9 @@ class Saving:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
         _together(
-            ranks, f"a checkpoint before {self.final} could not be removed", lambda: prune(self.root, keep, best) if ranks.main else None
+            ranks,
+            f"a checkpoint before {self.final} could not be removed",
+            lambda: prune(self.root, keep, best) if ranks.main else None,
         )
 
 
@@ -295,7 +311,10 @@ def _writes(tensor: Tensor, ranks: Ranks) -> bool:
     """Whether this rank writes its part of the tensor: of replicas the first one does."""
     if not isinstance(tensor, DTensor):
         return ranks.main
-    return all(placement.is_shard() or tensor.device_mesh.get_local_rank(axis) == 0 for axis, placement in enumerate(tensor.placements))
+    return all(
+        placement.is_shard() or tensor.device_mesh.get_local_rank(axis) == 0
+        for axis, placement in enumerate(tensor.placements)
+    )
 
 
 def _temporary(final: Path) -> Path:
@@ -323,7 +342,11 @@ def _write(folder: Path, number: str, parts: dict[str, Shards], state: str | Non
     for part, shards in parts.items():
         if shards:
             file = folder / f"{part}.{number}.safetensors"
-            save_file({name: rows for name, (_, rows) in shards.items()}, file, {name: text for name, (text, _) in shards.items()})
+            save_file(
+                {name: rows for name, (_, rows) in shards.items()},
+                file,
+                {name: text for name, (text, _) in shards.items()},
+            )
             _sync(file)
             written[file.name] = _facts(file)
             shards.clear()  # its memory

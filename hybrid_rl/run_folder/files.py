@@ -95,7 +95,9 @@ def _locked(path: Path) -> int:
             pass
         except BlockingIOError as error:
             os.close(descriptor)
-            raise FolderInUse(f"another process is writing to {path.parent}; wait for it, end it, or choose another folder") from error
+            raise FolderInUse(
+                f"another process is writing to {path.parent}; wait for it, end it, or choose another folder"
+            ) from error
         except OSError as error:
             os.close(descriptor)
             raise FolderInUse(f"{path} cannot be locked: {error.strerror}") from error

@@ -18,7 +18,15 @@ from hybrid_rl.run_folder import checkpoint
 from hybrid_rl.run_folder.checkpoint import Checkpoint, CheckpointError
 from hybrid_rl.run_folder.files import Unreadable, read_yaml
 
-USED = ("config.yaml", "metrics.jsonl", "summary.json", "checkpoints", "rollouts", "base_model", "final")  # what a run leaves in its folder
+USED = (
+    "config.yaml",
+    "metrics.jsonl",
+    "summary.json",
+    "checkpoints",
+    "rollouts",
+    "base_model",
+    "final",
+)  # what a run leaves in its folder
 MAY_CHANGE = (
     "resume:", "output_dir:", "rl.steps:", "rl.checkpoint_every:", "rl.keep_checkpoints:", "rl.keep_best:", "rl.eval_every:", "rl.max_empty_steps:",
     "rollout.keep_steps:",
@@ -47,33 +55,53 @@ def resume_point(config: Config, folder: Path) -> tuple[Checkpoint | None, list[
         trained = any(line.startswith(b'{"stage": "rl"') for line in lines)  # RL begins with a checkpoint
         if config.resume != "auto" or broken or trained:
             which = f" ({', '.join(f.name for f in broken)}: without {checkpoint.MARKER})" if broken else ""
-            raise CheckpointError(f"resume={config.resume}: there is no complete checkpoint in {root}{which}; resume=never for a new run")
+            raise CheckpointError(
+                f"resume={config.resume}: there is no complete checkpoint in {root}{which}; resume=never for a new run"
+            )
         if any((folder / name).exists() for name in USED):
             return None, [f"{folder} was ended before its first checkpoint; it begins again"]
         return None, [f"resume=auto: no unfinished run of {config.name} to go on with; this is a new one"]
     if found.state["stage"] == "rl" and found.state["step"] > config.rl.steps:
-        raise CheckpointError(f"{found.folder} is past rl.steps={config.rl.steps}; raise rl.steps, or resume=never for a new run")
+        raise CheckpointError(
+            f"{found.folder} is past rl.steps={config.rl.steps}; raise rl.steps, or resume=never for a new run"
+        )
     try:
         saved = _flat(read_yaml(folder / "config.yaml"))
     except Unreadable as error:
         raise CheckpointError(f"{error}; resume=never for a new run") from error
     now = _flat(yaml.safe_load(OmegaConf.to_yaml(OmegaConf.structured(config))))
-    changed = [f"{key}: {saved.get(key)} → {now.get(key)}" for key in sorted(saved.keys() | now.keys()) if saved.get(key) != now.get(key)]
+    changed = [
+        f"{key}: {saved.get(key)} → {now.get(key)}"
+        for key in sorted(saved.keys() | now.keys())
+        if saved.get(key) != now.get(key)
+    ]
     refused = [change for change in changed if not change.startswith(MAY_CHANGE)]
     if refused:
-        raise CheckpointError(f"{folder} was started with other settings ({'; '.join(refused)}); use those, or resume=never for a new run")
+        raise CheckpointError(
+            f"{folder} was started with other settings ({'; '.join(refused)}); use those, or resume=never for a new run"
+        )
     _check_state(found)
     if len(lines) < (expected := found.state["metrics_lines"]):
         raise CheckpointError(
             f"{folder / 'metrics.jsonl'} has {len(lines)} lines, {found.folder.name} was saved after {expected}; resume=never for a new run"
         )
-    notes = [f"changed since it was started: {change}" for change in changed if not change.startswith(("resume:", "output_dir:"))]
+    notes = [
+        f"changed since it was started: {change}"
+        for change in changed
+        if not change.startswith(("resume:", "output_dir:"))
+    ]
     newer = [f.name for f in broken if checkpoint.age(f) > checkpoint.age(found.folder)]
     if newer:
-        notes.append(f"passed over {', '.join(newer)}, without {checkpoint.MARKER}: the run goes on from {found.folder.name}")
+        notes.append(
+            f"passed over {', '.join(newer)}, without {checkpoint.MARKER}: the run goes on from {found.folder.name}"
+        )
     old, new = found.state["versions"], versions()
-    if other := [f"{name} {old.get(name)} → {new.get(name)}" for name in sorted(old | new) if old.get(name) != new.get(name)]:
-        notes.append(f"other code than saved it ({', '.join(other)}): the numbers may differ from those of a run that was never ended")
+    if other := [
+        f"{name} {old.get(name)} → {new.get(name)}" for name in sorted(old | new) if old.get(name) != new.get(name)
+    ]:
+        notes.append(
+            f"other code than saved it ({', '.join(other)}): the numbers may differ from those of a run that was never ended"
+        )
     return found, notes
 
 
@@ -114,8 +142,14 @@ def _check_state(found: Checkpoint) -> None:
     for name, kind in KINDS.items():
         value = found.state.get(name)
         numbers = value.values() if name in ("evaluations", "seconds", "best") and isinstance(value, dict) else ()
-        if not isinstance(value, kind) or (kind is int and value < 0) or not all(isinstance(number, int | float) for number in numbers):
-            raise CheckpointError(f"{found.folder / 'state.json'} holds no usable {name}; {checkpoint.AGAIN % found.folder}")
+        if (
+            not isinstance(value, kind)
+            or (kind is int and value < 0)
+            or not all(isinstance(number, int | float) for number in numbers)
+        ):
+            raise CheckpointError(
+                f"{found.folder / 'state.json'} holds no usable {name}; {checkpoint.AGAIN % found.folder}"
+            )
 
 
 def _targets(node: object) -> set[str]:

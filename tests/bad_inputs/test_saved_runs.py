@@ -13,7 +13,11 @@ from hybrid_rl.preflight.settings import load
 from hybrid_rl.run_folder import checkpoint
 from tests.bad_inputs.conftest import SMALL
 
-SAME = ["rollout.max_prompt_tokens=200", "data.max_length=12", "reward._target_=tests.bad_inputs.test_saved_runs.length"]
+SAME = [
+    "rollout.max_prompt_tokens=200",
+    "data.max_length=12",
+    "reward._target_=tests.bad_inputs.test_saved_runs.length",
+]
 
 
 def length(completion, task):
@@ -56,7 +60,9 @@ def signed(name, text=None, **changes):
         file = run / LAST / name
         content = json.loads(file.read_text())
         content.update({key: value for key, value in changes.items() if value is not ...})
-        file.write_text(text or json.dumps({key: value for key, value in content.items() if changes.get(key) is not ...}))
+        file.write_text(
+            text or json.dumps({key: value for key, value in content.items() if changes.get(key) is not ...})
+        )
         marker = json.loads((run / MARKER).read_text())
         (run / MARKER).write_text(json.dumps({**marker, name: checkpoint._facts(file)}))
 
@@ -188,7 +194,9 @@ def test_the_run_s_folder_brings_its_settings(saved, tmp_path):
 
 def test_a_group_on_the_command_line_is_compared(saved, tmp_path, last_line):
     line = last_line(f"resume={saved}", *SAME, "algo=dapo", "algo.minibatches=1", folder=str(saved))
-    assert line.startswith(f"{saved} was started with other settings (algo.loss.clip_high: 0.2 → 0.28; algo.overlong_share: 0.0 → 0.2)")
+    assert line.startswith(
+        f"{saved} was started with other settings (algo.loss.clip_high: 0.2 → 0.28; algo.overlong_share: 0.0 → 0.2)"
+    )
 
 
 @pytest.mark.parametrize(
@@ -207,13 +215,17 @@ def test_overrides_of_a_saved_run_are_checked(saved, overrides, expected):
 
 @pytest.mark.parametrize("inside", ["config.yaml", "checkpoints", LAST])
 def test_a_path_inside_a_run_s_folder(saved, inside):
-    with pytest.raises(ConfigError, match=f"^{re.escape(f'resume={saved / inside} (command line): lies inside a run')}"):
+    with pytest.raises(
+        ConfigError, match=f"^{re.escape(f'resume={saved / inside} (command line): lies inside a run')}"
+    ):
         load([f"resume={saved / inside}"])
 
 
 def test_a_function_that_the_command_line_names_is_taken(saved, tmp_path):
     run = shutil.copytree(saved, tmp_path / "run")
-    write("config.yaml", (run / "config.yaml").read_text().replace("tests.bad_inputs.test_saved_runs.length", "math.fsum"))(run)
+    write(
+        "config.yaml", (run / "config.yaml").read_text().replace("tests.bad_inputs.test_saved_runs.length", "math.fsum")
+    )(run)
     with pytest.raises(ConfigError, match=r"_target_=math\.fsum is not defined by"):
         load([f"resume={run}"])
     assert load([f"resume={run}", "reward._target_=math.fsum"]).reward._target_ == "math.fsum"
@@ -255,7 +267,9 @@ def test_a_linked_export_is_replaced(saved, tmp_path, go_on):
     code, said = go_on(run, "rl.steps=2")
     assert code == 0, said
     assert not (run / "final").is_symlink()
-    assert (elsewhere / "model.safetensors").read_bytes() == before != (run / "final" / "model.safetensors").read_bytes()
+    assert (
+        (elsewhere / "model.safetensors").read_bytes() == before != (run / "final" / "model.safetensors").read_bytes()
+    )
 
 
 OTHER = "the run began with other tasks (%s: rows were changed, added, removed or moved); use those, or resume=never for a new run"
@@ -266,8 +280,12 @@ def of_files(tmp_path_factory):
     """A finished run of one step on files of tasks, and the folder of the files."""
     folder = tmp_path_factory.mktemp("of_files")
     for name, count in (("rl", 8), ("eval", 3)):
-        (folder / f"{name}.jsonl").write_text("".join(f'{{"prompt": "{name} {i}", "answer": "{i}"}}\n' for i in range(count)))
-    (folder / "own_reward.py").write_text("def reward(completion, task):\n    return len(completion) + sum(map(ord, completion)) / 1e6\n")
+        (folder / f"{name}.jsonl").write_text(
+            "".join(f'{{"prompt": "{name} {i}", "answer": "{i}"}}\n' for i in range(count))
+        )
+    (folder / "own_reward.py").write_text(
+        "def reward(completion, task):\n    return len(completion) + sum(map(ord, completion)) / 1e6\n"
+    )
     return folder
 
 

@@ -142,7 +142,9 @@ BAD = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("overrides", "expected"), BAD, ids=lambda value: " ".join(value) if isinstance(value, list) else "")
+@pytest.mark.parametrize(
+    ("overrides", "expected"), BAD, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
+)
 def test_bad_settings(overrides, expected):
     with pytest.raises(ConfigError) as caught:
         load(overrides)
@@ -152,9 +154,13 @@ def test_bad_settings(overrides, expected):
 
 
 def test_adapters_without_peft(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, find=importlib.util.find_spec: None if name == "peft" else find(name))
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name, find=importlib.util.find_spec: None if name == "peft" else find(name)
+    )
     assert load([REVERSE]).policy.lora.rank == 0
-    with pytest.raises(ConfigError, match=r"policy.lora.rank=4 \(command line\): .* not installed; pip install -e '.\[lora\]'$"):
+    with pytest.raises(
+        ConfigError, match=r"policy.lora.rank=4 \(command line\): .* not installed; pip install -e '.\[lora\]'$"
+    ):
         load([REVERSE, "policy.lora.rank=4"])
 
 
@@ -163,7 +169,9 @@ def test_every_default_can_be_overridden_without_plus():
     schema = OmegaConf.structured(Config)
     config = load([REVERSE])
     leaves = [
-        k for k in keys(schema) if not OmegaConf.is_config(OmegaConf.select(schema, k)) or OmegaConf.is_list(OmegaConf.select(schema, k))
+        k
+        for k in keys(schema)
+        if not OmegaConf.is_config(OmegaConf.select(schema, k)) or OmegaConf.is_list(OmegaConf.select(schema, k))
     ]
     assert len(leaves) > 60
     values = OmegaConf.to_container(config, enum_to_str=True)
@@ -172,7 +180,15 @@ def test_every_default_can_be_overridden_without_plus():
         value = values
         for part in key.split("."):
             value = value[part]
-        if key not in ("name", "model.path", "model.tiny.words", "algo.teacher", "algo.critic.path", "data_seed", "algo.kl.unbiased"):
+        if key not in (
+            "name",
+            "model.path",
+            "model.tiny.words",
+            "algo.teacher",
+            "algo.critic.path",
+            "data_seed",
+            "algo.kl.unbiased",
+        ):
             given[key] = value
     assert load([REVERSE, *(f"{key}={value}" for key, value in given.items())]) == config
 
@@ -192,14 +208,19 @@ def test_the_model_brings_its_learning_rates(tmp_path):
 
 
 def cli(*arguments, **kwargs):
-    return subprocess.run([sys.executable, "-m", "hybrid_rl.run", *arguments], capture_output=True, text=True, timeout=60, **kwargs)
+    return subprocess.run(
+        [sys.executable, "-m", "hybrid_rl.run", *arguments], capture_output=True, text=True, timeout=60, **kwargs
+    )
 
 
 def test_the_command_reports_in_one_line_and_exits_with_2(tmp_path):
     result = cli(REVERSE, "rollout.group_sise=8", cwd=tmp_path)
     assert result.returncode == 2
     assert result.stdout == ""
-    assert result.stderr == "hybrid_rl: rollout.group_sise=8 (command line): there is no such key; did you mean rollout.group_size?\n"
+    assert (
+        result.stderr
+        == "hybrid_rl: rollout.group_sise=8 (command line): there is no such key; did you mean rollout.group_size?\n"
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -259,9 +280,7 @@ def test_the_resolved_configuration_is_shown(tmp_path):
 
 def test_a_folder_of_ones_own_recipes(tmp_path):
     (tmp_path / "recipe").mkdir()
-    text = (
-        "# @package _global_\nname: mine\ndata: {_target_: hybrid_rl.data.files.load_tasks, rl: a.jsonl, eval: b.jsonl}\nrl: {steps: 7}\n"
-    )
+    text = "# @package _global_\nname: mine\ndata: {_target_: hybrid_rl.data.files.load_tasks, rl: a.jsonl, eval: b.jsonl}\nrl: {steps: 7}\n"
     (tmp_path / "recipe" / "mine.yaml").write_text(text + "reward: {_target_: hybrid_rl.recipes.reverse.similarity}\n")
     assert load(["+recipe=mine"], tmp_path).rl.steps == 7
     with pytest.raises(ConfigError, match="there are: mine, reverse"):
@@ -270,7 +289,9 @@ def test_a_folder_of_ones_own_recipes(tmp_path):
 
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="SGLang is installed")
 def test_an_engine_that_is_not_installed_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"engine.kind=.*SGLang is not installed; pip install -e '\.\[sglang\]', or engine=local"):
+    with pytest.raises(
+        ConfigError, match=r"engine.kind=.*SGLang is not installed; pip install -e '\.\[sglang\]', or engine=local"
+    ):
         load([REVERSE, "engine=sglang"])
 
 
@@ -279,13 +300,17 @@ def test_functions_that_only_running_a_module_would_show_are_taken(target):
     load([REVERSE, f"reward._target_=tests.rewards_elsewhere.{target}"])
 
 
-@pytest.mark.parametrize("more", [["reward._target_=math.fsum"], ["reward._target_=tests.rewards.with_a_limit", "+reward._args_=[1,2,3]"]])
+@pytest.mark.parametrize(
+    "more", [["reward._target_=math.fsum"], ["reward._target_=tests.rewards.with_a_limit", "+reward._args_=[1,2,3]"]]
+)
 def test_functions_that_cannot_be_looked_into_are_taken(more):
     load([REVERSE, *more])
 
 
 def test_k1_is_a_loss_where_it_is_unbiased():
-    load([REVERSE, "algo.kl.coef=0.1", "algo.reference=frozen", "algo.kl.estimator=k1"])  # four updates a batch: weighted by the ratio
+    load(
+        [REVERSE, "algo.kl.coef=0.1", "algo.reference=frozen", "algo.kl.estimator=k1"]
+    )  # four updates a batch: weighted by the ratio
 
 
 OWN = """import torch  # not loaded by a check
@@ -335,5 +360,7 @@ def test_null_is_no_dual_clip():
 def test_a_recipe_that_is_not_python_is_named(tmp_path, monkeypatch):
     (tmp_path / "not_python.py").write_text("def reward(completion, task):\n    return 1.0 if\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match=r"reward\._target_=not_python\.reward .*/not_python\.py is not Python: .* line 2\)"):
+    with pytest.raises(
+        ConfigError, match=r"reward\._target_=not_python\.reward .*/not_python\.py is not Python: .* line 2\)"
+    ):
         load([REVERSE, "reward._target_=not_python.reward"])

@@ -21,7 +21,14 @@ def rollout(completion: str, index: int = 0) -> Rollout:
     return r
 
 
-def run(name: str, completions: list[str], timeout: float = 5.0, module: str = "tests.rewards", workers: int = 2, **arguments):
+def run(
+    name: str,
+    completions: list[str],
+    timeout: float = 5.0,
+    module: str = "tests.rewards",
+    workers: int = 2,
+    **arguments,
+):
     scorer = Scorer({"_target_": f"{module}.{name}", **arguments}, workers=workers, timeout=timeout)
     try:
         scorer.check()
@@ -248,7 +255,12 @@ def test_a_process_that_ends_in_any_way_has_died_at_once():
     start = time.monotonic()
     found = odd("by_end", ["fine", *ENDS, "fork", "fine again"], timeout=600.0)
     assert time.monotonic() - start < 60
-    assert {text: r.fault for text, r in found.items()} == {**dict.fromkeys(ENDS, "died"), "fine": None, "fork": None, "fine again": None}
+    assert {text: r.fault for text, r in found.items()} == {
+        **dict.fromkeys(ENDS, "died"),
+        "fine": None,
+        "fork": None,
+        "fine again": None,
+    }
     assert found["code 0"].error == "its process died (exit code 0)"
     assert found["signal 11"].error == "its process died (exit code -11)"
     assert {found[text].reward for text in ("fine", "fork", "fine again")} == {0.5}
@@ -315,7 +327,9 @@ def test_a_reward_is_tried_before_it_is_needed():
 def test_a_module_that_cannot_be_imported_says_why(module, message, tmp_path, monkeypatch):
     (tmp_path / "bad_module.py").write_text(module)
     monkeypatch.syspath_prepend(tmp_path)
-    scorer = Scorer({"_target_": "bad_module.reward"}, workers=2, timeout=1.0, start_timeout=2.0 if "sleep" in module else 30.0)
+    scorer = Scorer(
+        {"_target_": "bad_module.reward"}, workers=2, timeout=1.0, start_timeout=2.0 if "sleep" in module else 30.0
+    )
     try:
         with pytest.raises(RewardError, match=f"^the reward cannot be loaded: .*{message}"):
             scorer.check()
@@ -326,5 +340,9 @@ def test_a_module_that_cannot_be_imported_says_why(module, message, tmp_path, mo
 def test_what_a_reward_started_ends_with_it():
     before = {p.pid for p in psutil.Process().children(recursive=True)}
     odd("by_end", ["child"])
-    left = [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] and "import time; time.sleep(60)" in p.info["cmdline"]]
+    left = [
+        p
+        for p in psutil.process_iter(["cmdline"])
+        if p.info["cmdline"] and "import time; time.sleep(60)" in p.info["cmdline"]
+    ]
     assert [p for p in left if p.pid not in before] == []

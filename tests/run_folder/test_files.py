@@ -7,7 +7,16 @@ import threading
 import pytest
 
 from hybrid_rl.run_folder import files
-from hybrid_rl.run_folder.files import FolderInUse, Unreadable, alone_in, parse_json, read_json, read_yaml, remove, remove_unfinished
+from hybrid_rl.run_folder.files import (
+    FolderInUse,
+    Unreadable,
+    alone_in,
+    parse_json,
+    read_json,
+    read_yaml,
+    remove,
+    remove_unfinished,
+)
 
 DEEP = 50_000
 
@@ -66,7 +75,10 @@ def test_a_linked_lock_keeps_its_target(tmp_path):
     target.write_text("precious")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".lock").symlink_to(target)
-    with pytest.raises(FolderInUse, match=r"\.lock cannot be locked: it is a link; remove it"), alone_in(tmp_path / "run"):
+    with (
+        pytest.raises(FolderInUse, match=r"\.lock cannot be locked: it is a link; remove it"),
+        alone_in(tmp_path / "run"),
+    ):
         pass
     assert target.read_text() == "precious"
 
@@ -114,12 +126,26 @@ def test_json_that_was_written_is_read(tmp_path):
     assert parse_json('{"a": 1}') == {"a": 1}
 
 
-LAUGHS = "a: &a [x, x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}, *{a}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True))
+LAUGHS = "a: &a [x, x, x]\n" + "".join(
+    f"{b}: &{b} [*{a}, *{a}, *{a}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
+)
 
 
 @pytest.mark.parametrize(
     "text",
-    ["a: [1", "[" * DEEP, "{a: " * DEEP, "- 1", "a", "", "? [a]\n: b", "1: 2", "a: !!python/name:os.system", LAUGHS, "\x00"],
+    [
+        "a: [1",
+        "[" * DEEP,
+        "{a: " * DEEP,
+        "- 1",
+        "a",
+        "",
+        "? [a]\n: b",
+        "1: 2",
+        "a: !!python/name:os.system",
+        LAUGHS,
+        "\x00",
+    ],
     ids=lambda t: t[:20],
 )
 def test_damaged_yaml_is_one_kind_of_error(tmp_path, text):

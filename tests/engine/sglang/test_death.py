@@ -75,7 +75,9 @@ def test_a_new_engine_takes_the_place_of_one_that_died_or_hangs(mortal: SGLangEn
     victim = family[0] if "host" in blow else scheduler_of(engine._host.pid)
     victim.send_signal({"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "quit": signal.SIGQUIT}[blow.split()[0]])
     since = time.perf_counter()
-    with pytest.raises(EngineDied, match=r"progress for 8 s \(engine.timeout\)" if "stop" in blow else "has ended with code") as error:
+    with pytest.raises(
+        EngineDied, match=r"progress for 8 s \(engine.timeout\)" if "stop" in blow else "has ended with code"
+    ) as error:
         got.update((completion.id, completion.token_ids) for completion in stream)
     assert "\n" not in str(error.value)
     assert time.perf_counter() - since < 20
@@ -152,7 +154,11 @@ def sampling_run(folder: Path, *overrides: str) -> subprocess.Popen:
 
 
 def host_of(run: int) -> int:
-    return next(p.pid for p in psutil.Process(run).children(recursive=True) if "hybrid_rl.engine.sglang.host" in " ".join(p.cmdline()))
+    return next(
+        p.pid
+        for p in psutil.Process(run).children(recursive=True)
+        if "hybrid_rl.engine.sglang.host" in " ".join(p.cmdline())
+    )
 
 
 def lines_until(run: subprocess.Popen, what: str) -> list[str]:
@@ -174,7 +180,9 @@ def test_a_recipe_trains_on_after_its_scheduler_was_killed(tmp_path: Path) -> No
     os.kill(scheduler_of(host).pid, signal.SIGKILL)
     output = run.communicate(timeout=240)[0]
     assert run.returncode == 0, output
-    assert re.search(r"engine restarted \(1 of 1 times\): SGLang's process has ended.*; its output is in .*engine_0.log\n", output)
+    assert re.search(
+        r"engine restarted \(1 of 1 times\): SGLang's process has ended.*; its output is in .*engine_0.log\n", output
+    )
     assert output.count("× engine restarted") == 1
     assert "Traceback" not in output
     (metrics,) = tmp_path.glob("reverse/*/metrics.jsonl")
