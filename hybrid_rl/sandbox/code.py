@@ -50,8 +50,8 @@ def passes_tests(
     outcomes = sandbox.run(code, [given for given, _ in tests], limits, function)
     right = [
         o.ok and (o.returned and same(o.result, e) if function else same_text(o.stdout, e))
-        for o, (_, e) in zip(outcomes, tests)
-    ]  # noqa: B905
+        for o, (_, e) in zip(outcomes, tests, strict=False)
+    ]
     share = sum(right) / len(right)
     return {"format": format_weight, "tests": (1 - format_weight) * (share if partial else float(share == 1))}
 

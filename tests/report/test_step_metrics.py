@@ -58,8 +58,8 @@ def group(
     rewards: list[float | None],
     source: str = "",
     lengths: Iterable[int] = (),
-    parts: dict[str, list[float]] = {},
-) -> Group:  # noqa: B006
+    parts: dict[str, list[float]] = {},  # noqa: B006
+) -> Group:
     made = []
     for index, (reward, length) in enumerate(zip(rewards, lengths or [3] * len(rewards), strict=True)):
         r = rollout(range(length), group=id, index=index)
