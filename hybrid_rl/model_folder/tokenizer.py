@@ -31,9 +31,13 @@ def read_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
                 f"{type(tokenizer).__name__}); make tokenizer_config.json agree with tokenizer.json"
             )
     if not tokenizer.encode("0 a", add_special_tokens=False):  # without files transformers makes one that knows no text
-        raise ModelError(f"model.path={folder} has no tokenizer; copy its tokenizer.json and tokenizer_config.json into the folder")
+        raise ModelError(
+            f"model.path={folder} has no tokenizer; copy its tokenizer.json and tokenizer_config.json into the folder"
+        )
     if tokenizer.chat_template is None:
-        raise ModelError(f"model.path={folder}: the tokenizer has no chat template; add chat_template.jinja to the folder")
+        raise ModelError(
+            f"model.path={folder}: the tokenizer has no chat template; add chat_template.jinja to the folder"
+        )
     config = read_config(folder)
     if (rows := config.get_text_config().vocab_size) < tokenizer.vocab_size:
         raise ModelError(
@@ -80,12 +84,16 @@ def _closing(tokenizer: PreTrainedTokenizerBase, template: str) -> str:
     except Exception:  # the template is a program that came with the model: it may refuse this conversation
         return ""
     _, found, after = rendered.rpartition(ANSWER)
-    marks = sorted((t.content for t in tokenizer.added_tokens_decoder.values() if t.content.strip()), key=len, reverse=True)
+    marks = sorted(
+        (t.content for t in tokenizer.added_tokens_decoder.values() if t.content.strip()), key=len, reverse=True
+    )
     match = re.match(rf"\s*(?:{'|'.join(map(re.escape, marks))})", after) if found and marks else None
     return match[0] if match else ""
 
 
-def end_ids(tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig, vocabulary: int, folder: str) -> frozenset[int]:
+def end_ids(
+    tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig, vocabulary: int, folder: str
+) -> frozenset[int]:
     """Return every token that ends a completion: the generation config's, the tokenizer's, and the one that ends a rendered turn.
 
     Raises ModelError where there is none, or one that the model, which knows `vocabulary` tokens, cannot give.

@@ -110,7 +110,9 @@ def test_bad_row(name, files, last_line):
     row = row if isinstance(row, bytes) else row.encode()
     (files / "train.jsonl").write_bytes(GOOD[0].encode() + b"\n" + row + b"\n" + GOOD[1].encode() + b"\n")
     line = last_line(data=section())
-    assert line == f"train.jsonl, line 2{expected}" or (isinstance(expected, Begins) and line.startswith(f"train.jsonl, line 2{expected}"))
+    assert line == f"train.jsonl, line 2{expected}" or (
+        isinstance(expected, Begins) and line.startswith(f"train.jsonl, line 2{expected}")
+    )
 
 
 TRAIN = "".join(f"{row}\n" for row in GOOD).encode()
@@ -161,7 +163,9 @@ def test_bad_file(name, files, last_line):
 
 
 TEXT, LIST = pa.array(["one", "two"]), pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
-BROKEN = pa.Array.from_buffers(pa.string(), 2, [None, pa.py_buffer(b"\0\0\0\0\3\0\0\0\4\0\0\0"), pa.py_buffer(b"one\xff")])
+BROKEN = pa.Array.from_buffers(
+    pa.string(), 2, [None, pa.py_buffer(b"\0\0\0\0\3\0\0\0\4\0\0\0"), pa.py_buffer(b"one\xff")]
+)
 
 # name: columns of train.parquet → the whole message after "train.parquet, "
 COLUMNS: dict[str, tuple[dict, str]] = {
@@ -234,7 +238,10 @@ def test_a_loader_without_its_arguments_or_with_another_result(files, last_line)
     assert said.startswith(
         "data._target_=hybrid_rl.data.files.load_tasks failed: TypeError: load_tasks() missing 1 required positional argument: 'eval'"
     )
-    assert last_line(data={"_target_": "builtins.dict", "a": 1}) == "data._target_=builtins.dict returned dict, not hybrid_rl.data.TaskSets"
+    assert (
+        last_line(data={"_target_": "builtins.dict", "a": 1})
+        == "data._target_=builtins.dict returned dict, not hybrid_rl.data.TaskSets"
+    )
 
 
 def test_a_recipe_without_python_for_its_data(tmp_path, monkeypatch, capsys):
@@ -256,9 +263,14 @@ def test_a_recipe_without_python_for_its_data(tmp_path, monkeypatch, capsys):
         "dry_run=true",
         "device=cpu",
     ]
-    with pytest.raises(ConfigError, match=r"hybrid_rl\.data\.files\.load_tasks takes no such argument; did you mean prompt\?"):
+    with pytest.raises(
+        ConfigError, match=r"hybrid_rl\.data\.files\.load_tasks takes no such argument; did you mean prompt\?"
+    ):
         load([*overrides, "+data.promt=q"], tmp_path / "conf")
-    with pytest.raises(ConfigError, match=r"data\.eval=None \(command line\): is missing, and hybrid_rl\.data\.files\.load_tasks needs it"):
+    with pytest.raises(
+        ConfigError,
+        match=r"data\.eval=None \(command line\): is missing, and hybrid_rl\.data\.files\.load_tasks needs it",
+    ):
         load([*overrides, "~data.eval"], tmp_path / "conf")
     assert stages.run(OmegaConf.to_object(load(overrides, tmp_path / "conf")), tmp_path / "run") == 0
     assert "0 SFT, 2 RL, 1 held out; prompts of " in capsys.readouterr().out
@@ -273,7 +285,10 @@ def test_arguments_of_the_chat_template(files, last_line, capsys):
     assert last_line(data=section(template_arguments={"enable_thinking": False})) == said
     with pytest.raises(ConfigError, match=r"data\.template_arguments=3 \(command line\): must be a mapping"):
         load(["+recipe=reverse", "data.template_arguments=3"])
-    for override in ("data.template_arguments={enable_thinking: false}", "data.template_arguments.enable_thinking=false"):
+    for override in (
+        "data.template_arguments={enable_thinking: false}",
+        "data.template_arguments.enable_thinking=false",
+    ):
         with pytest.raises(ConfigError) as raised:
             load(["+recipe=reverse", override])
         assert str(raised.value) == f"{override} (command line): is new here; to add it, write +{override}"
@@ -287,5 +302,6 @@ def test_a_template_that_loops_for_ever(files, last_line, monkeypatch, overrides
     (files / "model" / "chat_template.jinja").write_text(f"{{% if messages %}}{loop}{{% endif %}}")
     line = last_line("model.path=model", *overrides)
     assert re.fullmatch(
-        r"task \S+: the chat template of model takes more than 1 s; mend it in the model's folder, or use another model", line
+        r"task \S+: the chat template of model takes more than 1 s; mend it in the model's folder, or use another model",
+        line,
     )
