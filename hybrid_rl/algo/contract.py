@@ -110,6 +110,9 @@ def _check_advantage(part: Part, batch: Scored, with_values: bool) -> Tensor:
         result, targets = part.pair(result)
         part.without_gradient(part.tensor(targets, tokens, what="targets ", kind="float"))
     advantages = part.without_gradient(part.tensor(result, rollouts, tokens, kind="float"))
+    if not bool(advantages.any()):
+        alone = ": rollout.group_size=1 leaves a rollout nothing to be compared with" if rollouts == len(batch.group_sizes) else ""
+        raise part.error(f"is 0 for rollouts of unlike rewards, so that nothing would be trained{alone}")
     return batch.to_tokens(advantages) if len(advantages) == rollouts else advantages
 
 

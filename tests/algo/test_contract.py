@@ -131,6 +131,13 @@ def test_a_group_may_be_one_rollout(name: str) -> None:
     check_parts(config)
 
 
+def test_an_advantage_that_compares_nothing_is_told(tmp_path, monkeypatch) -> None:
+    config = own(monkeypatch, tmp_path, "advantage", PLACE)
+    config.rollout.group_size = 1
+    with pytest.raises(PartError, match=r"is 0 for rollouts of unlike rewards, so that nothing would be trained: rollout\.group_size=1"):
+        check_parts(config)
+
+
 IN_REWARD = KlConfig(coef=0.1, place=KlPlace.reward)
 
 
