@@ -7,6 +7,8 @@ RUN = $(VENV)/bin/python
 # The real SGLang on a machine without a GPU: small modules in tests/sglang_cpu stand in for what only CUDA has.
 # malloc must return a freed KV cache to the system, or nothing could be seen of it.
 SGLANG_VENV ?= .venv-sglang
+# The last transformers 4, beside the torch of VENV: what reads an exported model elsewhere.
+OLD_VENV ?= .venv-transformers4
 SGLANG_CPU = PYTHONPATH='$(CURDIR)/tests/sglang_cpu' SGLANG_USE_CPU_ENGINE=1 TORCHDYNAMO_DISABLE=1 OMP_NUM_THREADS=1 MALLOC_MMAP_THRESHOLD_=262144
 
 .PHONY: reverse test test-slow test-all check lint types doctor clean sglang-cpu test-sglang bench-engines
@@ -15,16 +17,17 @@ reverse: $(VENV)/installed  ## Train the embedded model to reverse sentences: ab
 	$(RUN) -m hybrid_rl.run +recipe=reverse $(ARGS)
 
 # Two test processes; modules that start several ranks share one of them (tests/conftest.py).
+WITH_OLD = OLD_TRANSFORMERS='$(CURDIR)/$(OLD_VENV)/bin/python'
 PYTEST = OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadgroup
 
 test: $(VENV)/installed  ## The tests that take seconds each: under three minutes on two cores.
 	$(PYTEST) -m "not slow" $(ARGS)
 
-test-slow: $(VENV)/installed  ## Those that take minutes: whole recipes, kills at random moments, a wheel in an empty folder.
-	$(PYTEST) -m slow $(ARGS)
+test-slow: $(VENV)/installed $(OLD_VENV)/installed  ## Those that take minutes: whole recipes, kills at random moments, a wheel in an empty folder.
+	$(WITH_OLD) $(PYTEST) -m slow $(ARGS)
 
-test-all: $(VENV)/installed  ## Both.
-	$(PYTEST) $(ARGS)
+test-all: $(VENV)/installed $(OLD_VENV)/installed  ## Both.
+	$(WITH_OLD) $(PYTEST) $(ARGS)
 
 check: lint types test  ## What must pass before a change lands.
 
@@ -40,19 +43,25 @@ doctor: $(VENV)/installed  ## What this machine can run, and why not the rest.
 
 sglang-cpu: $(SGLANG_VENV)/installed  ## SGLang for tests on a machine without a GPU: 2 GB, a few minutes.
 
-test-sglang: $(SGLANG_VENV)/installed  ## The engine contract, handovers, deaths, hangs and ranks with the real SGLang, on the CPU: about five minutes.
+test-sglang: $(SGLANG_VENV)/installed  ## The engine contract, handovers, deaths, hangs and ranks with the real SGLang, on the CPU: minutes.
 	$(SGLANG_CPU) $(SGLANG_VENV)/bin/python -m pytest tests/engine/sglang $(ARGS)
 
 bench-engines: $(SGLANG_VENV)/installed  ## local and SGLang side by side, on the CPU.
 	$(SGLANG_CPU) $(SGLANG_VENV)/bin/python benchmarks/engines.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) build dist *.egg-info
+	rm -rf $(VENV) $(SGLANG_VENV) $(OLD_VENV) build dist *.egg-info
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet '$(TORCH)'
 	$(VENV)/bin/pip install --quiet -e '.[dev]'
+	touch $@
+
+$(OLD_VENV)/installed: $(VENV)/installed
+	$(PYTHON) -m venv $(OLD_VENV)
+	$(OLD_VENV)/bin/pip install --quiet 'transformers==4.57.*'
+	$(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$($(OLD_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torch.pth"
 	touch $@
 
 $(SGLANG_VENV)/installed: pyproject.toml tests/sglang_cpu/requirements.txt

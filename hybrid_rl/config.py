@@ -55,7 +55,9 @@ class Reference(Enum):
 
 class OldLogprobs(Enum):
     behaviour = "behaviour"  # the engine's, as recorded at sampling
-    recomputed = "recomputed"  # the trainer's own before a batch's first update: what corrections compare with the engine's
+    recomputed = (
+        "recomputed"  # the trainer's own before a batch's first update: what corrections compare with the engine's
+    )
 
 
 class KlEstimator(Enum):
@@ -131,13 +133,17 @@ class LoraConfig:
 
     rank: int = 0  # 0: train all weights
     alpha: int = 32
-    targets: list[str] = field(default_factory=lambda: ["all-linear"])  # names of modules; all-linear: each but the head
+    targets: list[str] = field(
+        default_factory=lambda: ["all-linear"]
+    )  # names of modules; all-linear: each but the head
 
 
 @dataclass
 class PolicyConfig:
     dtype: Precision = Precision.auto  # of forward and backward; parameters and moments are float32 always
-    shard: int = 0  # ranks that share one copy of the parameters; 0: all of a node. Less than all: the groups are replicas
+    shard: int = (
+        0  # ranks that share one copy of the parameters; 0: all of a node. Less than all: the groups are replicas
+    )
     offload: Offload = Offload.none  # what waits in host memory while the engine samples
     activation_checkpointing: bool = False  # keep only each layer's input, compute the rest again in backward
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -177,8 +183,12 @@ class AlgoConfig:
     advantage: dict[str, Any] = field(default_factory=lambda: {"_target_": "hybrid_rl.algo.grpo.advantages"})
     loss: dict[str, Any] = field(default_factory=lambda: {"_target_": "hybrid_rl.algo.ppo_clip.loss"})
     aggregation: dict[str, Any] = field(default_factory=lambda: {"_target_": "hybrid_rl.algo.aggregation.token_mean"})
-    correction: dict[str, Any] = field(default_factory=dict)  # name: function, any number of them; of trainer and engine's mismatch
-    selection: dict[str, Any] = field(default_factory=dict)  # name: function, any number of them; which tokens an update learns from
+    correction: dict[str, Any] = field(
+        default_factory=dict
+    )  # name: function, any number of them; of trainer and engine's mismatch
+    selection: dict[str, Any] = field(
+        default_factory=dict
+    )  # name: function, any number of them; which tokens an update learns from
     minibatches: int = 1  # optimizer steps that a pass over the batch takes, each on its share of the groups
     epochs: int = 1  # passes over a batch; with one minibatch and one epoch a step is exactly on-policy
     old_logprobs: OldLogprobs = OldLogprobs.behaviour  # what the ratio π/π_old is taken to
@@ -207,7 +217,9 @@ class HandoverConfig:
 @dataclass
 class RolloutConfig:
     batch_size: int = 128  # rollouts that a step trains on
-    keep_steps: int = 100  # newest RL steps whose rollouts and evaluations stay on the disk, beside the first step's; 0: all
+    keep_steps: int = (
+        100  # newest RL steps whose rollouts and evaluations stay on the disk, beside the first step's; 0: all
+    )
     group_size: int = 16  # of which so many answer the same task
     temperature: float = 1.0
     top_k: int = 0  # 0: off
@@ -236,9 +248,13 @@ class RlConfig:
     steps: int = 20
     checkpoint_every: int = 10
     keep_checkpoints: int = 2  # the last so many
-    keep_best: bool = False  # and the one of the step with the best evaluation; each step that is evaluated is saved then
+    keep_best: bool = (
+        False  # and the one of the step with the best evaluation; each step that is evaluated is saved then
+    )
     eval_every: int = 0  # 0: only before and after the stage
-    max_empty_steps: int = 10  # steps in a row that train nothing (no signal, all masked) before the run ends with an error; 0: any number
+    max_empty_steps: int = (
+        10  # steps in a row that train nothing (no signal, all masked) before the run ends with an error; 0: any number
+    )
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
 
@@ -246,6 +262,16 @@ class RlConfig:
 class CheckpointConfig:
     background: bool = True  # copy to host memory and write while the next step runs; false: wait for the disk
     timeout: float = 900.0  # seconds that writing one may take
+
+
+class ExportDtype(Enum):
+    source = "source"  # each weight's in the model folder that the run began with
+    float32 = "float32"
+
+
+@dataclass
+class ExportConfig:
+    dtype: ExportDtype = ExportDtype.source  # of the weights in final/; they are trained in float32
 
 
 @dataclass
@@ -260,16 +286,21 @@ class EvalConfig:
 class Config:
     name: str = ""  # the recipe's name, set by the recipe
     seed: int = 0
+    data_seed: Optional[int] = None  # of the order in which tasks and demonstrations are drawn; null: seed
     device: str = "auto"  # auto, cpu, cuda
     ranks: int = 0  # processes that train together; 0: one for each visible GPU, one on the CPU
     rank_timeout: float = 1800.0  # seconds without any progress after which a rank hangs, and the run ends
-    stop_timeout: float = 600.0  # seconds from SIGTERM or Ctrl-C in which the running step ends and is saved; then the run is killed
-    deterministic: bool = False  # only operations that give the same bits every time: slower on a GPU, see docs/failures.md
+    stop_timeout: float = (
+        600.0  # seconds from SIGTERM or Ctrl-C in which the running step ends and is saved; then the run is killed
+    )
+    deterministic: bool = (
+        False  # only operations that give the same bits every time: slower on a GPU, see docs/failures.md
+    )
     threads: int = 0  # CPU threads of torch; 0: one for tiny models, all cores otherwise
     output_dir: str = "outputs"
-    resume: str = (
-        "never"  # never; auto: the newest unfinished run of this recipe, if any; must: auto, and an error if none; or a run's folder
-    )
+    # never: a new run; auto: the newest run of this recipe, if it is unfinished, else a new one; must: auto, and an error if there is none;
+    # or a run's folder, whose settings are taken: the command line then gives only what is to change
+    resume: str = "never"
     dry_run: bool = False  # check everything, print the plan, stop
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -277,9 +308,12 @@ class Config:
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     handover: HandoverConfig = field(default_factory=HandoverConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    data: dict[str, Any] = field(default_factory=dict)  # _target_: a function that returns hybrid_rl.data.TaskSets
+    # _target_: a function that returns hybrid_rl.data.TaskSets, the other keys are its arguments, but template_arguments: variables of the
+    # model's chat template, like {enable_thinking: false}
+    data: dict[str, Any] = field(default_factory=lambda: {"template_arguments": {}})
     reward: dict[str, Any] = field(default_factory=dict)  # _target_: a function (completion, task) → reward
     sft: SftConfig = field(default_factory=SftConfig)
     rl: RlConfig = field(default_factory=RlConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)

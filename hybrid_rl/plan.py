@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import tempfile
+from datetime import datetime
 from pathlib import Path
 
 import torch
@@ -11,17 +12,28 @@ import torch
 from hybrid_rl.algo.contract import check_parts
 from hybrid_rl.algo.declared import removed_signal
 from hybrid_rl.config import Config
-from hybrid_rl.data import load_task_sets
-from hybrid_rl.data.render import check_prompts, demonstration, marks_in, prompt_ids
+from hybrid_rl.data import load_task_sets, template_arguments
+from hybrid_rl.data.render import check_prompts, demonstration
+from hybrid_rl.data.template import fix_template
 from hybrid_rl.engine.make import ENGINES, choose_engine
 from hybrid_rl.machine import machine
+from hybrid_rl.model_folder.tokenizer import read_tokenizer
 from hybrid_rl.policy import tiny
 from hybrid_rl.policy.layout import choose_layout, first_fit_decreasing
-from hybrid_rl.policy.model import compute_dtype, pick_device, read_tokenizer
-from hybrid_rl.preflight.budget import Sizes, check_lengths, check_room, disk_bytes, measure, memory_by_phase, rollout_bytes
+from hybrid_rl.policy.model import compute_dtype, pick_device
+from hybrid_rl.preflight.budget import (
+    Sizes,
+    check_lengths,
+    check_room,
+    disk_bytes,
+    measure,
+    memory_by_phase,
+    rollout_bytes,
+)
 from hybrid_rl.processes.ranks import Ranks
 from hybrid_rl.report.console import Console
 from hybrid_rl.rollout.rewards import Scorer
+from hybrid_rl.run_folder.clock import FILE, read_clock
 
 
 def print_plan(config: Config, folder: Path, console: Console, ranks: Ranks) -> None:
@@ -35,12 +47,14 @@ def print_plan(config: Config, folder: Path, console: Console, ranks: Ranks) -> 
             tiny.create(Path(temporary), config.model.tiny, config.seed)
         tokenizer = read_tokenizer(config.model.path or temporary)
         sizes = measure(config, config.model.path or temporary)
-    demonstrations = check_prompts(
+    now = read_clock(Path(config.resume)) if (Path(config.resume) / FILE).exists() else datetime.now()
+    fix_template(tokenizer, template_arguments(config.data), now)
+    checked = check_prompts(
         tasks, tokenizer, sizes.model.get_text_config().vocab_size,
         max_tokens=r.max_prompt_tokens, row_tokens=config.policy.row_tokens, sft=bool(config.sft.steps),
     )  # fmt: skip
-    lengths = check_lengths(config, sizes, demonstrations)
-    prompts = [len(prompt_ids(task, tokenizer, r.max_prompt_tokens)) for task in [*tasks.rl, *tasks.eval]]
+    lengths = check_lengths(config, sizes, checked.longest)
+    prompts = [*checked.lengths["rl"], *checked.lengths["eval"]]
     scorer = Scorer(config.reward, 1, r.reward_timeout, r.reward_start_timeout)
     try:
         notes = scorer.check([*tasks.rl, *tasks.eval])
@@ -49,9 +63,13 @@ def print_plan(config: Config, folder: Path, console: Console, ranks: Ranks) -> 
 
     here = machine()
     console.heading(f"Plan for recipe {config.name} (nothing is trained)")
-    console.say(f"machine    {here['cpu']}, {here['cores']} cores, {here['memory_gib']:.0f} GiB; {here['gpu'] or 'no GPU'}")
+    console.say(
+        f"machine    {here['cpu']}, {here['cores']} cores, {here['memory_gib']:.0f} GiB; {here['gpu'] or 'no GPU'}"
+    )
     compute = str(compute_dtype(config.policy.dtype, device)).removeprefix("torch.")
-    console.say(f"ranks      {ranks.world} ({device.type}), compute {compute}, layout {choose_layout(config.policy.layout, device)}")
+    console.say(
+        f"ranks      {ranks.world} ({device.type}), compute {compute}, layout {choose_layout(config.policy.layout, device)}"
+    )
     engine = choose_engine(config.engine.kind, device)
     console.say(f"engine     {engine.value}: {ENGINES[engine]}, {config.engine.slots} completions at a time")
     console.say(
@@ -60,11 +78,8 @@ def print_plan(config: Config, folder: Path, console: Console, ranks: Ranks) -> 
     console.say(
         f"tasks      {len(tasks.sft):,} SFT, {len(tasks.rl):,} RL, {len(tasks.eval):,} held out; prompts of {min(prompts)} to {max(prompts)} tokens"
     )
-    if marks := marks_in(tasks, tokenizer):
-        notes.append(marks)
-    if removed := removed_signal(config.algo.advantage, config.algo.silent_by):
-        notes.append(removed)
-    for note in [*notes, *lengths]:
+    removed = removed_signal(config.algo.advantage, config.algo.silent_by)
+    for note in [*notes, *checked.notes, *lengths, *filter(None, [removed])]:
         console.say(f"note       {note}")
     prompt = statistics.fmean(prompts)
     if config.sft.steps:
@@ -76,9 +91,13 @@ def print_plan(config: Config, folder: Path, console: Console, ranks: Ranks) -> 
     console.say(_batch_line("at most", config, max(prompts), r.max_tokens))
     steps = config.algo.minibatches * config.algo.epochs
     updates = f"{steps} AdamW step{'s' * (steps > 1)} each"
-    console.say(f"RL         {config.rl.steps} steps, {updates}, lr {config.rl.optimizer.lr:g}, temperature {r.temperature:g}")
+    console.say(
+        f"RL         {config.rl.steps} steps, {updates}, lr {config.rl.optimizer.lr:g}, temperature {r.temperature:g}"
+    )
     if sizes.beside:
-        console.say("beside it  " + ", ".join(f"{name} of {count:,} parameters" for name, count in sizes.beside.items()))
+        console.say(
+            "beside it  " + ", ".join(f"{name} of {count:,} parameters" for name, count in sizes.beside.items())
+        )
     for line in _memory_lines(config, sizes, device, ranks):
         console.say(line)
     rollouts, keep = rollout_bytes(config, len(tasks.eval)) / 2**30, r.keep_steps or "all"

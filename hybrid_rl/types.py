@@ -7,14 +7,14 @@ stages later. This module imports neither torch nor transformers: reward workers
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hybrid_rl.policy.attention import AttentionLayout
+    from hybrid_rl.attention.attend import AttentionLayout
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort", "error")
@@ -27,13 +27,17 @@ VersionSegments = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One problem: chat messages to answer, the truth the reward compares with, and what SFT may imitate."""
+    """One problem: chat messages to answer, the truth the reward compares with, and what SFT may imitate.
+
+    `columns` holds what else its source says of it, by name, for rewards that need more than the answer: values that JSON can hold.
+    """
 
     id: str
     messages: tuple[dict[str, str], ...]
     answer: str
     demonstration: str | None = None
     source: str = ""
+    columns: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.id:
@@ -120,7 +124,9 @@ class Rollout:
     def shape(self, part: str, value: float) -> None:
         """Add to the reward under a name of its own; the outcome stays what it was."""
         if self.reward is None or part in self.reward_parts:
-            raise ValueError(f"task {self.task_id}: {part!r} cannot be added to reward {self.reward} with parts {self.reward_parts}")
+            raise ValueError(
+                f"task {self.task_id}: {part!r} cannot be added to reward {self.reward} with parts {self.reward_parts}"
+            )
         self.reward += value
         self.reward_parts[part] = value
 
@@ -196,10 +202,14 @@ class PackedBatch:
 
     def __post_init__(self) -> None:
         if self.input_ids.shape != self.position_ids.shape or self.input_ids.dim() != 1:
-            raise ValueError(f"input_ids {tuple(self.input_ids.shape)} and position_ids {tuple(self.position_ids.shape)} must be equal [T]")
+            raise ValueError(
+                f"input_ids {tuple(self.input_ids.shape)} and position_ids {tuple(self.position_ids.shape)} must be equal [T]"
+            )
         if not (self.predict_at.shape == self.targets.shape == self.token_index.shape):
             raise ValueError("predict_at, targets and token_index must have one length")
-        if len(self.predict_at) and not 0 <= int(self.predict_at.min()) <= int(self.predict_at.max()) < len(self.input_ids):
+        if len(self.predict_at) and not 0 <= int(self.predict_at.min()) <= int(self.predict_at.max()) < len(
+            self.input_ids
+        ):
             raise ValueError("predict_at points outside the row")
 
     def to(self, device: Any) -> PackedBatch:

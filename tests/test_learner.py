@@ -15,8 +15,9 @@ from torch import Tensor
 from hybrid_rl.algo.declared import needs
 from hybrid_rl.config import AlgoConfig, KlConfig, KlEstimator, KlPlace, LayoutKind, OldLogprobs, OptimizerConfig, Reference, Schedule
 from hybrid_rl.learner import Learner
+from hybrid_rl.model_folder.read import ModelError
 from hybrid_rl.policy.layout import pack
-from hybrid_rl.policy.model import ModelError, Policy
+from hybrid_rl.policy.model import Policy
 from hybrid_rl.policy.optimizer import Optimizer
 from hybrid_rl.policy.update import score
 from hybrid_rl.rl import train_rl

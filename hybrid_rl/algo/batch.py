@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hybrid_rl.policy.deterministic import cumsum
+from hybrid_rl.deterministic import cumsum
 
 
 @dataclass(slots=True)

@@ -28,7 +28,7 @@ def source_of(module: str) -> Path | None:
     """The file of a module that can be imported, without importing it."""
     try:
         spec = importlib.util.find_spec(module) if module else None
-    except ImportError:
+    except (ImportError, ValueError):  # ValueError: __main__ of a script
         return None
     return Path(spec.origin) if spec and spec.origin else None
 
@@ -36,7 +36,7 @@ def source_of(module: str) -> Path | None:
 def nested(part: Any, key: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
     """A part and those in its arguments, each with its key."""
     if isinstance(part, Mapping):
-        if "_target_" in part:
+        if isinstance(part.get("_target_"), str):  # anything else is told of where targets are checked
             yield key, part
         for name, value in part.items():
             yield from nested(value, f"{key}.{name}")

@@ -2,67 +2,147 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rl.data.tasks import DataError, TaskSets
+from hybrid_rl.data.template import KEY, Template
+from hybrid_rl.model_folder.tokenizer import closing, exact_text
+from hybrid_rl.processes.bounded import Begin, Overrun, bounded
 from hybrid_rl.types import Rollout, Task
 
-AT_ONCE = 1000  # prompts that are rendered together where all of them are checked
+TEMPLATE = "the chat template"
+AT_ONCE = 100  # prompts that are tokenized together where all of them are checked
+SECONDS = 60  # that a chat template or tokenizer may take for one prompt, or for so many
 
 
 def prompt_ids(task: Task, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[int]:
-    """The task rendered by the tokenizer's chat template, ready for the answer. The template alone adds special tokens.
+    """Return the task rendered by the tokenizer's chat template, ready for the answer. The template alone adds special tokens.
 
     Raises DataError for a prompt longer than `max_tokens`, and for one that the template refuses or begins twice.
     """
-    try:
-        (ids,) = _rendered([task], tokenizer)
-    except Exception as error:  # the template is a program that came with the model: it may raise anything
-        reason = (str(error).strip().splitlines() or [""])[0]
-        raise DataError(f"task {task.id}: the tokenizer's chat template does not take its messages: {reason}") from error
+    (ids,) = _ids([_text(task, tokenizer.apply_chat_template)], tokenizer)
     if problem := _prompt_problem(ids, tokenizer, max_tokens):
         raise DataError(f"task {task.id}: {problem}")
     return ids
 
 
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What the check of all prompts found: their lengths in tokens, by set, and lines that a user should read."""
+
+    lengths: dict[str, list[int]]
+    longest: int  # the longest demonstration with its prompt, in tokens; 0 without SFT
+    notes: list[str]
+
+
 def check_prompts(
     sets: TaskSets, tokenizer: PreTrainedTokenizerBase, vocabulary: int, *, max_tokens: int, row_tokens: int, sft: bool
-) -> int:  # fmt: skip
+) -> Checked:  # fmt: skip
     """Render every prompt, and where `sft` every demonstration, before the model, which knows `vocabulary` tokens, loads.
 
-    Returns the length of the longest demonstration with its prompt, 0 without `sft`. Raises DataError for the first that cannot be used.
+    Template and tokenizer are programs that came with the model, so this happens in a process that can be killed; what is rendered
+    later is the same again. Raises DataError for the first that cannot be used, and for a program that does not end.
     """
+    try:
+        return bounded(lambda begin: _check(sets, tokenizer, vocabulary, max_tokens, row_tokens, sft, begin), SECONDS)
+    except Overrun as error:
+        raise DataError(
+            f"{error.doing} of {tokenizer.name_or_path or 'the model'} {error.text}; mend it in the model's folder, or use another model"
+        ) from error
+
+
+def _check(
+    sets: TaskSets, tokenizer: PreTrainedTokenizerBase, vocabulary: int, max_tokens: int, row_tokens: int, sft: bool, begin: Begin
+) -> Checked:  # fmt: skip
+    template: Any = tokenizer.apply_chat_template
+    lengths: dict[str, list[int]] = {}
+    absent: dict[str, list[str]] = {}  # by role the tasks that have a message which the template leaves out
+    idle = (
+        set(template.arguments) if isinstance(template, Template) else set()
+    )  # arguments that changed no prompt so far
     if sft:
         _check_end(tokenizer)
+    if isinstance(template, Template):
+        begin(f"variables: {TEMPLATE}")
+        template.check()
     longest = 0
     for name, tasks in (("rl", sets.rl), ("eval", sets.eval), ("sft", sets.sft if sft else [])):
+        lengths[name] = []
         for first in range(0, len(tasks), AT_ONCE):
-            some = list(tasks[first : first + AT_ONCE])
-            try:
-                prompts = _rendered(some, tokenizer)
-                good = not any(_prompt_problem(ids, tokenizer, max_tokens) for ids in prompts)
-            except Exception:  # of one among them
-                good = False
-            if not good:
-                for task in some:
-                    prompt_ids(task, tokenizer, max_tokens)
-            demonstrations = [str(task.demonstration) if name == "sft" else "" for task in some]
-            answers = tokenizer(demonstrations, add_special_tokens=False)["input_ids"]
+            some, texts = tasks[first : first + AT_ONCE], []
+            for task in some:
+                begin(f"task {task.id}: {TEMPLATE}")
+                texts.append(_text(task, template))
+                for role in set(_absent(task, texts[-1])):
+                    absent.setdefault(role, []).append(task.id)
+            if first == 0 and some:
+                if _text(some[0], template) != texts[0]:
+                    raise DataError(
+                        f"task {some[0].id}: {TEMPLATE} gives another prompt each time; take out what is random in it"
+                    )
+                idle -= {argument for argument in idle if _differs(some[0], template.without(argument), texts[0])}
+            begin(f"tasks {some[0].id} to {some[-1].id}: the tokenizer")
+            prompts = _each(texts, tokenizer, [f"task {task.id}: the tokenizer" for task in some], begin)
+            answers: list[list[int]] = [[]] * len(some)
+            if name == "sft":
+                names = [f"task {task.id}, demonstration: the tokenizer" for task in some]
+                answers = _each([f"{task.demonstration}{closing(tokenizer)}" for task in some], tokenizer, names, begin)
             for task, prompt, answer in zip(some, prompts, answers, strict=True):
-                if (last := max(*prompt, *answer, 0)) >= vocabulary:
-                    raise DataError(
-                        f"task {task.id}: the tokenizer gives token {last}, the model knows {vocabulary}; they do not belong together"
+                problem = _prompt_problem(prompt, tokenizer, max_tokens)
+                if not problem and (last := max(*prompt, *answer, 0)) >= vocabulary:
+                    problem = (
+                        f"the tokenizer gives token {last}, the model knows {vocabulary}; they do not belong together"
                     )
-                if name == "sft" and (length := len(prompt) + len(answer) + 1) > row_tokens:
-                    raise DataError(
-                        f"task {task.id}: prompt and demonstration have {length} tokens, policy.row_tokens={row_tokens}; raise it or drop the task"
-                    )
+                if not problem and name == "sft" and (length := len(prompt) + len(answer)) > row_tokens:
+                    problem = f"prompt and demonstration have {length} tokens, policy.row_tokens={row_tokens}; raise it or drop the task"
+                if problem:
+                    raise DataError(f"task {task.id}: {problem}")
+                lengths[name].append(len(prompt))
                 longest = max(longest, length if name == "sft" else 0)
-    return longest
+    notes = [
+        f"the chat template leaves out the {role} message of {len(ids)} task{'s' * (len(ids) > 1)} (first: task {ids[0]}); the model never "
+        "sees its text. Put it into the user message, or use a template that shows it"
+        for role, ids in sorted(absent.items())
+    ]
+    notes += [
+        f"{KEY}.{argument}={json.dumps(template.arguments[argument])} changes no prompt" for argument in sorted(idle)
+    ]
+    return Checked(lengths, longest, [*notes, *filter(None, [marks_in(sets, tokenizer)])])
+
+
+def _each(
+    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, names: Sequence[str], begin: Begin
+) -> list[list[int]]:
+    """Return the token ids of each text: together, and one by one where that fails, so that the one at fault is known."""
+    try:
+        return _ids(texts, tokenizer)
+    except BaseException:  # a panic is no Exception
+        for name, text in zip(names, texts, strict=True):
+            begin(name)
+            try:
+                _ids([text], tokenizer)
+            except Exception as error:
+                raise DataError(f"{name} does not take its text: {type(error).__name__}: {error}") from error
+        raise
+
+
+def _absent(task: Task, text: str) -> Iterator[str]:
+    """Yield the role of each message whose text is not in the rendered one. Templates may trim a text, and drop an earlier thought."""
+    for message in sorted(task.messages, key=lambda message: -len(message["content"])):
+        shown = message["content"].rpartition("</think>")[2] if message["role"] == "assistant" else message["content"]
+        for form in (shown.strip(), json.dumps(shown, ensure_ascii=False)[1:-1], json.dumps(shown)[1:-1]):
+            if form in text:
+                text = text.replace(form, "\0", 1)  # a shorter message must not be found inside this one
+                break
+        else:
+            if " ".join(shown.split()) not in " ".join(text.split()):
+                yield message["role"]
 
 
 def marks_in(sets: TaskSets, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -87,14 +167,34 @@ def marks_in(sets: TaskSets, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _check_end(tokenizer: PreTrainedTokenizerBase) -> None:
-    if tokenizer.eos_token_id is None:
-        raise DataError("sft.steps: the tokenizer names no eos_token, which ends a demonstration; name it in tokenizer_config.json")
+    if not closing(tokenizer):
+        raise DataError(
+            "sft.steps: neither the chat template nor the tokenizer names a token that ends a demonstration; name eos_token in "
+            "tokenizer_config.json"
+        )
 
 
-def _rendered(tasks: Sequence[Task], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    conversations = [list(task.messages) for task in tasks]
-    rendered: Any = tokenizer.apply_chat_template(conversations, add_generation_prompt=True, tokenize=True, return_dict=False)
-    return [list(ids) for ids in rendered]
+def _text(task: Task, template: Callable[..., Any]) -> str:
+    try:
+        return str(template(list(task.messages), add_generation_prompt=True, tokenize=False))
+    except MemoryError:
+        raise
+    except Exception as error:  # the template is a program that came with the model: it may raise anything
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise DataError(
+            f"task {task.id}: the tokenizer's chat template does not take its messages: {reason}"
+        ) from error
+
+
+def _differs(task: Task, template: Template, text: str) -> bool:
+    try:
+        return _text(task, template) != text
+    except DataError:  # it cannot do without the argument
+        return True
+
+
+def _ids(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    return [list(ids) for ids in tokenizer(list(texts), add_special_tokens=False)["input_ids"]]
 
 
 def _prompt_problem(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> str:
@@ -109,17 +209,18 @@ def _prompt_problem(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, max_
 
 
 def demonstration(task: Task, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Rollout:
-    """The task answered by its demonstration and the end token, as a rollout whose answer is to be imitated.
+    """The task answered by its demonstration, its turn ended as the chat template ends one, as a rollout whose answer is to be imitated.
 
-    Raises DataError as `prompt_ids` does, and where the tokenizer names no end token.
+    Raises DataError as `prompt_ids` does, and if there is no end token.
     """
     _check_end(tokenizer)
     rollout = Rollout(task.id, group_id=0, index=0, seed=0, token_ids=prompt_ids(task, tokenizer, max_tokens))
-    answer = [*tokenizer.encode(task.demonstration, add_special_tokens=False), tokenizer.eos_token_id]
+    answer = tokenizer.encode(f"{task.demonstration}{closing(tokenizer)}", add_special_tokens=False)
     rollout.add_sampled(answer, [0.0] * len(answer), [(0, len(answer))])
     return rollout
 
 
-def completion_text(token_ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    """What a reward sees: the sampled tokens without special ones (end of turn, padding)."""
-    return str(tokenizer.decode(token_ids, skip_special_tokens=True))
+def completion_text(token_ids: list[int], tokenizer: PreTrainedTokenizerBase, stopped: bool = False) -> str:
+    """Return what a reward sees: every sampled token but padding and, where the completion `stopped` by itself, its last: the end token."""
+    sampled = token_ids[:-1] if stopped else token_ids
+    return exact_text([token for token in sampled if token != tokenizer.pad_token_id], tokenizer)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
 from hybrid_rl.types import Task
+
+ARGUMENTS = "template_arguments"
 
 
 class DataError(ValueError):
@@ -39,16 +43,35 @@ class TaskSets:
                     raise DataError(f"data: task {task.id!r} is {where}; ids must be unique and the sets disjoint")
                 owner[task.id] = name
 
+    def digests(self) -> dict[str, str]:
+        """Return a SHA-256 of each set by name: everything that its tasks say, in their order."""
+        digests = {}
+        for name, tasks in (("rl", self.rl), ("sft", self.sft), ("eval", self.eval)):
+            digest = sha256()
+            for task in tasks:
+                said = (task.id, task.messages, task.answer, task.demonstration, task.source, task.columns)
+                digest.update(json.dumps(said, sort_keys=True).encode() + b"\n")
+            digests[name] = digest.hexdigest()
+        return digests
+
 
 def _problem(task: Task) -> str:
     """What the tokenizer could not take, or would take for something else. An answer may be any text: only the reward reads it."""
     texts = [(f"the content of message {i}", message["content"]) for i, message in enumerate(task.messages)]
-    texts += [("the answer", task.answer), *([("the demonstration", task.demonstration)] if task.demonstration is not None else [])]
+    texts += [
+        ("the answer", task.answer),
+        *([("the demonstration", task.demonstration)] if task.demonstration is not None else []),
+    ]
     for what, text in texts:
         if not isinstance(text, str):
             return f"{what} is of type {type(text).__name__}, not a text"
         if what != "the answer" and surrogates(text):
             return f"{what} has half of a surrogate pair, which no tokenizer takes"
+    if task.columns:
+        try:
+            json.dumps(task.columns, sort_keys=True)
+        except (TypeError, ValueError, RecursionError) as error:
+            return f"its columns are not values that JSON can hold ({str(error).splitlines()[0]})"
     return ""
 
 
@@ -61,24 +84,35 @@ def surrogates(text: str) -> bool:
     return False
 
 
+def template_arguments(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the variables of the chat template that the `data` section sets; all its other keys are its function's."""
+    return dict(config.get(ARGUMENTS) or {})
+
+
 def load_task_sets(config: dict[str, Any], *, rl_tasks: int, sft_tasks: int) -> TaskSets:
     """Call the recipe's loader. Raises DataError where it fails, and for a set smaller than what one step draws from it (0: set unused)."""
     try:
-        sets = instantiate(config)
+        sets = instantiate({key: value for key, value in config.items() if key != ARGUMENTS})
     except InstantiationException as error:
         cause = error.__cause__ or error
         raise (
-            cause if isinstance(cause, DataError) else DataError(f"data._target_={config['_target_']} failed: {_told(cause)}")
+            cause
+            if isinstance(cause, DataError)
+            else DataError(f"data._target_={config['_target_']} failed: {_told(cause)}")
         ) from error
     if not isinstance(sets, TaskSets):
-        raise DataError(f"data._target_={config['_target_']} returned {type(sets).__name__}, not hybrid_rl.data.TaskSets")
+        raise DataError(
+            f"data._target_={config['_target_']} returned {type(sets).__name__}, not hybrid_rl.data.TaskSets"
+        )
     for name, tasks, needed, key in (
         ("rl", sets.rl, rl_tasks, "rollout.batch_size / rollout.group_size"),
         ("sft", sets.sft, sft_tasks, "sft.batch_size"),
         ("eval", sets.eval, 1, "1"),
     ):
         if len(tasks) < needed:
-            raise DataError(f"data: the {name} set has {len(tasks)} tasks, fewer than the {needed} that a step needs ({key})")
+            raise DataError(
+                f"data: the {name} set has {len(tasks)} tasks, fewer than the {needed} that a step needs ({key})"
+            )
     if sft_tasks and (bare := next((t for t in sets.sft if t.demonstration is None), None)):
         raise DataError(f"data: task {bare.id!r} of the sft set has no demonstration; give it one or set sft.steps=0")
     return sets

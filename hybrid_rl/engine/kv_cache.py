@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybrid_rl.policy.attention import LayerAttention, Packed, softmax
+from hybrid_rl.attention.attend import LayerAttention, Packed, softmax
 
 
 class KVCache:

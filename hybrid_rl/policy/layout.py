@@ -14,9 +14,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from hybrid_rl.attention.attend import AttentionLayout, Packed, Padded
+from hybrid_rl.attention.trees import Trees
 from hybrid_rl.config import LayoutKind
-from hybrid_rl.policy.attention import AttentionLayout, Packed, Padded
-from hybrid_rl.policy.trees import Trees
 from hybrid_rl.processes.ranks import Ranks
 from hybrid_rl.types import PackedBatch, Rollout
 

@@ -28,30 +28,53 @@ def inject(model: PreTrainedModel, config: LoraConfig) -> None:
         return
     import peft  # only here: a run without adapters need not have it
 
-    wanted = peft.LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=_matrices(model, config.targets), task_type="CAUSAL_LM")
+    names = _matrices(model, config.targets)
+    wanted = peft.LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=names, task_type="CAUSAL_LM")
     peft.inject_adapter_in_model(wanted, model, NAME)  # not model.add_adapter, which insists on a newer peft than it needs
+    adapted = {name.removesuffix(".base_layer"): module for name, module in model.named_modules() if name.endswith(".base_layer")}
+    if adapted.keys() != set(names) or not all(isinstance(module, nn.Linear) for module in adapted.values()):
+        differ = sorted(adapted.keys() ^ set(names))
+        raise ValueError(f"policy.lora.targets: peft puts adapters elsewhere than on {type(model).__name__}'s linear modules: {differ[:3]}")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))
 
 
 def _matrices(model: PreTrainedModel, targets: list[str]) -> list[str]:
-    """Whole names of the linear modules that are meant: a target is a module's name or its end, as in peft, and each has to name one.
+    """Return whole names of the linear modules that are meant: a target is a module's name or its end, as in peft, and must name one.
 
-    The head is left out: it may be the embedding. So are experts that are fused into one parameter, which are no modules.
+    The head is left out: it may be the embedding. So are experts that are fused into one parameter, which are no modules, and with them
+    modules whose name peft takes for an expert's (a dense or shared MLP beside experts): it could not read such an adapter again.
     """
-    head = model.get_output_embeddings()
+    head, experts = model.get_output_embeddings(), _expert_names(model)
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
+    free = [name for name in linear if name.rpartition(".")[2] not in experts]
+    kind = type(model).__name__
     if list(targets) == ["all-linear"]:
-        return linear
+        if not free:
+            raise ValueError(f"policy.lora: {kind} has no linear module below its head that can have an adapter; set policy.lora.rank=0")
+        return free
     found = {target: [name for name in linear if f".{name}".endswith(f".{target}")] for target in targets}
     for target, names in found.items():
         if not names:
             known = {name.rpartition(".")[2] for name in linear}
             near = ", ".join(difflib.get_close_matches(target.rpartition(".")[2], sorted(known), 3, 0.0))
+            raise ValueError(f"policy.lora.targets: {target} names no linear module of {kind} below its head; the nearest are {near}")
+        if taken := [name for name in names if name not in free]:
             raise ValueError(
-                f"policy.lora.targets: {target} names no linear module of {type(model).__name__} below its head; the nearest are {near}"
+                f"policy.lora.targets: {target} names {taken[0]}, and peft takes {taken[0].rpartition('.')[2]} in {kind} for its fused "
+                "experts, which get no adapters; leave it out"
             )
     return [name for name in linear if any(name in names for names in found.values())]
+
+
+def _expert_names(model: PreTrainedModel) -> set[str]:
+    """Names of modules that peft, since transformers 5, takes for the parts of fused experts in models of this type."""
+    try:
+        from peft.utils import transformers_weight_conversion as known
+    except ImportError:  # an older peft takes every name as it is
+        return set()
+    family = getattr(known, "_MODEL_TO_CONVERSION_PATTERN", {}).get(model.config.model_type)
+    return set(getattr(known, "_MOE_TARGET_MODULE_MAPPING", {}).get(family, {}))
 
 
 def is_adapter(name: str) -> bool:

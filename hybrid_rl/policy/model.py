@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from hybrid_rl.attention.attend import ATTENTION_NAME, LayerAttention, Packed, configured_windows
 from hybrid_rl.config import Offload, PolicyConfig, Precision
+from hybrid_rl.model_folder.export import write_folder
+from hybrid_rl.model_folder.read import (
+    CHANCE,
+    FROM_FOLDER,
+    ModelError,
+    check_stored,
+    empty_model,
+    read_config,
+    reason,
+    stored_names,
+    stored_tensors,
+)
+from hybrid_rl.model_folder.tokenizer import end_ids, read_tokenizer
 from hybrid_rl.policy import lora
-from hybrid_rl.policy.attention import ATTENTION_NAME, LayerAttention, Packed, configured_windows
 from hybrid_rl.policy.logprobs import logits_of, token_cross_entropy, token_logprobs
 from hybrid_rl.policy.offload import Parked
 from hybrid_rl.policy.positions import limits
@@ -36,10 +39,6 @@ LOGIT_CHUNK_ELEMENTS = 64 * 2**20  # logits held at a time: 256 MiB of float32
 DTYPES = {Precision.float32: torch.float32, Precision.bfloat16: torch.bfloat16, Precision.float16: torch.float16}
 
 PerToken = Callable[[Tensor, nn.Module, Tensor], object]
-
-
-class ModelError(ValueError):
-    """A model folder that cannot be used, with what to do about it."""
 
 
 class _Scored(nn.Module):
@@ -68,6 +67,7 @@ class Policy:
         device: torch.device, settings: PolicyConfig, ranks: Ranks,
     ):  # fmt: skip
         self.config, self.generation, self.tokenizer = config, generation, tokenizer
+        self._conversions = getattr(whole, "_weight_conversions", None)  # from the files' names to transformers', on rank 0
         self.device, self.settings, self.ranks = device, settings, ranks
         self.dtype = compute_dtype(settings.dtype, device)
         if whole is not None:
@@ -141,8 +141,7 @@ class Policy:
         return model
 
     def _skeleton(self) -> PreTrainedModel:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32, attn_implementation=ATTENTION_NAME)
+        model = empty_model(self.config)
         model.generation_config = self.generation
         return model
 
@@ -168,14 +167,8 @@ class Policy:
         return sum(p.numel() for p in self.parameters.values())
 
     def end_ids(self) -> frozenset[int]:
-        """Every token that ends a completion: the generation config's (one or several) and the tokenizer's."""
-        configured = self.generation.eos_token_id
-        ids = set(configured if isinstance(configured, list) else [configured])
-        ids.add(self.tokenizer.eos_token_id)
-        ids.discard(None)
-        if not ids:
-            raise ModelError(f"{self.config._name_or_path}: neither generation config nor tokenizer names an end token (eos_token_id)")
-        return frozenset(ids)
+        """Return every token that ends a completion."""
+        return end_ids(self.tokenizer, self.generation, self.vocabulary, self.config._name_or_path)
 
     # ---- whose turn it is with the device --------------------------------------------------------------------------------
 
@@ -225,16 +218,15 @@ class Policy:
         if self._buffers:
             yield {name: b.to(dtype) if b.is_floating_point() else b for name, b in self._buffers.items()}
 
-    def export(self, folder: str | Path) -> None:
-        """Write an ordinary Hugging Face folder (safetensors, configs, tokenizer with chat template), adapters merged.
+    def export(self, folder: str | Path, float32: bool = False) -> None:
+        """Write the folder that the policy was loaded from with the trained weights, adapters merged, in the files' dtype or in float32.
 
         Where adapters are trained, `<folder>_adapter` holds them alone, as peft reads them. Collective; rank 0 writes.
         """
         whole = self._on_main(self.buckets(torch.float32, 2**28))
         adapters = self._on_main(self.buckets(torch.float32, 2**28, merged=False), lora.is_adapter) if self.settings.lora.rank else {}
         if self.ranks.main:
-            self._skeleton().save_pretrained(folder, state_dict=whole)
-            self.tokenizer.save_pretrained(folder)
+            write_folder(folder, self.config._name_or_path, stored_names(self._skeleton(), whole, self._conversions), float32)
         if self.ranks.main and adapters:
             lora.save(f"{folder}_adapter", self.model, adapters, self.config._name_or_path)
 
@@ -244,66 +236,17 @@ class Policy:
         return {name: t.detach().to("cpu", copy=True) for name, t in items if self.ranks.main and wanted(name)}
 
 
-# How every folder is read: from this disk, weights from safetensors alone, and none of the Python code that may lie in it is run.
-FROM_FOLDER: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-
-
-def read_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
-    """Raises ModelError for a folder without one that can be used."""
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, **FROM_FOLDER)
-    except Exception as error:
-        raise ModelError(f"model.path={folder}: its tokenizer cannot be loaded: {reason(error)}") from error
-    if not tokenizer.encode("0 a", add_special_tokens=False):  # without files transformers makes one that knows no text
-        raise ModelError(f"model.path={folder} has no tokenizer; copy its tokenizer.json and tokenizer_config.json into the folder")
-    if tokenizer.chat_template is None:
-        raise ModelError(f"model.path={folder}: the tokenizer has no chat template; add chat_template.jinja to the folder")
-    return tokenizer
-
-
-def read_config(folder: str | Path) -> PreTrainedConfig:
-    """Raises ModelError for a model that cannot be had from this folder, as far as its JSON files say."""
-    if not (Path(folder) / "config.json").is_file():
-        raise ModelError(
-            f"model.path={folder} cannot be loaded: it is not a Hugging Face model folder on this disk (one with a config.json)"
-        )
-    try:
-        config = AutoConfig.from_pretrained(folder, **FROM_FOLDER)
-    except Exception as error:
-        raise ModelError(f"model.path={folder} cannot be loaded: {reason(error)}") from error
-    if method := getattr(config, "quantization_config", None):
-        kind = method.get("quant_method") if isinstance(method, dict) else type(method).__name__
-        raise ModelError(f"model.path={folder} has quantised weights ({kind}), which cannot be trained; use the model's unquantised folder")
-    try:  # transformers would pass over it in silence, and with it over the tokens that end a completion
-        json.loads((Path(folder) / "generation_config.json").read_bytes())
-    except FileNotFoundError:
-        pass
-    except ValueError as error:
-        raise ModelError(f"model.path={folder}: generation_config.json is not JSON: {error}") from error
-    return config
-
-
-def reason(error: Exception) -> str:
-    """Another library's error in one line."""
-    text = " ".join(str(error).split())
-    if "trust_remote_code" in text:
-        return "it needs Python code that lies in the folder (auto_map), and none is run; use a model that transformers implements itself"
-    if isinstance(error, SafetensorError):
-        text = f"a *.safetensors file is damaged or not whole, copy it again ({text})"
-    elif not isinstance(error, OSError | ValueError):
-        text = f"{type(error).__name__}: {text}"
-    return text if len(text) <= 300 else f"{text[:299]}…"
-
-
 def _read(folder: str | Path, row_tokens: int) -> PreTrainedModel:
+    """Load the model in float32. Raises ModelError unless it is what the files hold, and what `empty_model` makes room for."""
     model: PreTrainedModel
     loaded: dict[str, Any]
-    read_config(folder)
-    tokenizer = read_tokenizer(folder)
+    config = read_config(folder)
+    read_tokenizer(folder)
     try:
+        empty = empty_model(config)
         model, loaded = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
-            folder, dtype=torch.float32, attn_implementation=ATTENTION_NAME, output_loading_info=True, use_safetensors=True,
-            ignore_mismatched_sizes=True, **FROM_FOLDER,
+            folder, config=config, dtype=torch.float32, attn_implementation=ATTENTION_NAME, output_loading_info=True,
+            use_safetensors=True, ignore_mismatched_sizes=True, **FROM_FOLDER,
         )  # fmt: skip
     except Exception as error:
         raise ModelError(f"model.path={folder} cannot be loaded: {reason(error)}") from error
@@ -311,17 +254,61 @@ def _read(folder: str | Path, row_tokens: int) -> PreTrainedModel:
         name, stored, wanted = wrong[0]
         raise ModelError(f"model.path={folder}: {name} has shape {list(stored)}, by config.json it must have {list(wanted)}")
     if absent := sorted(loaded["missing_keys"]):  # transformers would go on with random numbers there
-        raise ModelError(f"model.path={folder} has no weights for {', '.join(absent[:3])}{' …' if len(absent) > 3 else ''}")
+        raise ModelError(f"model.path={folder} has no weights for {_some(absent)}")
     if extra := sorted(loaded["unexpected_keys"]):  # and here with a part of the model
-        raise ModelError(
-            f"model.path={folder} has weights that config.json has no place for: {', '.join(extra[:3])}{' …' if len(extra) > 3 else ''}"
-        )
-    if (rows := model.config.get_text_config().vocab_size) < tokenizer.vocab_size:
-        raise ModelError(
-            f"model.path={folder}: the tokenizer has {tokenizer.vocab_size} tokens and the model {rows}; they do not belong together"
-        )
+        raise ModelError(f"model.path={folder} has weights that config.json has no place for: {_some(extra)}")
+    check_stored(folder, empty)
+    _check_loaded(folder, model, empty)
+    _check_chance(model)
     _check_forward(model, row_tokens)
     return model
+
+
+def _some(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:3])}{' …' if len(names) > 3 else ''}"
+
+
+def _check_loaded(folder: str | Path, model: PreTrainedModel, empty: PreTrainedModel) -> None:
+    """Compare what was loaded with what other ranks and half precision make room for, and with the names that an export will write."""
+    here, there = ({name: p.shape for name, p in m.named_parameters()} for m in (model, empty))
+    if here != there:
+        differ = sorted(here.items() ^ there.items())
+        raise ModelError(f"model.path={folder}: {differ[0][0]} is another one in the files than by config.json")
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is not None and (config._attn_implementation != ATTENTION_NAME or not config.return_dict):
+            raise ModelError(f"{type(module).__name__} does not run with hybrid_rl's attention: it chooses its own")
+    stored = {name: place.shape for name, place in stored_tensors(folder).items()}
+    tied = stored_names(empty, dict(model.named_parameters()), getattr(model, "_weight_conversions", None))
+    held = {name: tuple(tensor.shape) for name, tensor in tied.items()}
+    one_of = [{one, other} for one, other in model.all_tied_weights_keys.items()]
+    lost = [
+        n
+        for n, shape in held.items()
+        if stored.get(n, shape) != shape or (n not in stored and not any(n in t and t & stored.keys() for t in one_of))
+    ]
+    if lost:
+        raise ModelError(f"{type(model).__name__} cannot be written as it was read: {_some(sorted(lost))} is not in the files of {folder}")
+
+
+@torch.no_grad()
+def _check_chance(model: PreTrainedModel) -> None:
+    """Raise ModelError for a model that draws random numbers in its forward pass."""
+    kind, state = type(model).__name__, torch.get_rng_state()
+    ids = torch.arange(4)[None]
+    try:
+        _hidden(model.train(), ids, ids, Packed([4]))
+    except Exception:  # _check_forward says what it is
+        return
+    if not torch.equal(state, torch.get_rng_state()):
+        sources = ", ".join(sorted({name for part in model.modules() for name in _chances(part)})) or "its code"
+        raise ModelError(f"{kind} draws random numbers while it is trained ({sources}), so no log-probability can be computed again")
+
+
+def _chances(part: nn.Module) -> list[str]:
+    return [
+        f"{type(part).__name__}.{name}" for name, value in vars(part).items() if CHANCE.search(name) and isinstance(value, float) and value
+    ]
 
 
 class _Told(Packed):
@@ -359,7 +346,7 @@ def _check_forward(model: PreTrainedModel, row_tokens: int) -> None:
         raise ModelError(f"{kind} does not run with hybrid_rl's attention: {reason(error)}") from error
     if not own.isfinite().all():
         raise ModelError(f"{config._name_or_path}: its logits are not finite; a weight is NaN or infinite")
-    much = 0.05 * alone.std()  # far above rounding, far below what a leak does
+    much = 1e-3 * alone.std()  # far above rounding, below what a leak does
     if (ours[:, 4:] - alone).abs().max() > much:
         raise ModelError(f"{kind} does not use hybrid_rl's attention: samples packed in a row see each other")
     if not torch.allclose(own, ours, rtol=1e-4, atol=1e-4):

@@ -11,9 +11,10 @@ import torch
 
 from hybrid_rl.config import LoraConfig, Offload, PolicyConfig
 from hybrid_rl.config import Reference as Kind
+from hybrid_rl.model_folder.read import ModelError
 from hybrid_rl.policy import lora
 from hybrid_rl.policy.critic import Critic, ValueModel
-from hybrid_rl.policy.model import ModelError, Policy
+from hybrid_rl.policy.model import Policy
 from hybrid_rl.policy.offload import Parked
 from hybrid_rl.policy.optimizer import make_optimizer
 from hybrid_rl.policy.sharding import local

@@ -5,6 +5,7 @@ It lets the whole system run anywhere in minutes with nothing downloaded. Its we
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
@@ -55,3 +56,10 @@ def create(folder: Path, config: TinyConfig, seed: int) -> None:
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    # What transformers 4 looks for under other names: without them it would compute other positions, and find no tokenizer.
+    _set(folder / "config.json", rope_theta=config.rope_theta)
+    _set(folder / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
+
+
+def _set(file: Path, **keys: object) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | keys, indent=2) + "\n")

@@ -8,15 +8,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hybrid_rl.algo.declared import needs
+from hybrid_rl.attention.attend import configured_windows
 from hybrid_rl.config import Config, EngineKind, Offload, Reference
 from hybrid_rl.engine.make import choose_engine
 from hybrid_rl.machine import free_memory
+from hybrid_rl.model_folder.read import ModelError, check_stored, empty_model, read_config, reason
 from hybrid_rl.policy import lora
-from hybrid_rl.policy.attention import configured_windows
-from hybrid_rl.policy.model import LOGIT_CHUNK_ELEMENTS, ModelError, compute_dtype, read_config, reason
+from hybrid_rl.policy.model import LOGIT_CHUNK_ELEMENTS, compute_dtype
 from hybrid_rl.policy.positions import Limit, limits
 from hybrid_rl.processes.ranks import Ranks
 
@@ -61,7 +62,11 @@ def measure(config: Config, folder: str | Path) -> Sizes:
 
 def _named(config: Config) -> str:
     """The setting that the policy's folder comes from."""
-    return f"model.path={config.model.path}" if config.model.path else f"model.tiny.max_positions={config.model.tiny.max_positions}"
+    return (
+        f"model.path={config.model.path}"
+        if config.model.path
+        else f"model.tiny.max_positions={config.model.tiny.max_positions}"
+    )
 
 
 def check_lengths(config: Config, sizes: Sizes, demonstration: int) -> list[str]:
@@ -158,9 +163,9 @@ def models_beside(config: Config, parameters: int) -> dict[str, int]:
 def _empty(setting: str, folder: str) -> PreTrainedModel:
     """The folder's model without memory for its parameters."""
     try:
-        with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(read_config(folder), trust_remote_code=False)
+        model = empty_model(read_config(folder))
         configured_windows(model.config)
+        check_stored(folder, model)
         return model
     except ModelError as error:
         raise ModelError(str(error).replace("model.path=", f"{setting}=")) from error
@@ -174,19 +179,29 @@ def memory_by_phase(config: Config, sizes: Sizes, device: torch.device, ranks: R
     Of reference, teacher and critic one is idle while another computes, and on a GPU on the host then, but for the critic, which keeps its
     place while the policy learns. Activations are a rule of thumb: 34 values a token and hidden unit in each layer, or one where they are computed again.
     """
-    text, policy, parameters, trainable = sizes.model.get_text_config(), config.policy, sizes.parameters, sizes.trainable
+    text, policy, parameters, trainable = (
+        sizes.model.get_text_config(),
+        config.policy,
+        sizes.parameters,
+        sizes.trainable,
+    )
     dtype = compute_dtype(policy.dtype, device)
     size, sharded = dtype.itemsize, ranks.world > 1 or dtype != torch.float32
     share = (policy.shard or ranks.local_world) if sharded else 1
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     kv_tokens = config.engine.slots * (config.rollout.max_prompt_tokens + config.rollout.max_tokens)
-    embeddings = text.vocab_size * text.hidden_size  # with the head the largest unit of FSDP, and whole during the whole backward
+    embeddings = (
+        text.vocab_size * text.hidden_size
+    )  # with the head the largest unit of FSDP, and whole during the whole backward
     layer, row = (parameters - embeddings) / text.num_hidden_layers, policy.row_tokens
     kept, again = (1, 34) if policy.activation_checkpointing else (34, 0)
     activations = (kept * text.num_hidden_layers + again) * text.hidden_size * row * size
     stays = lambda what: 0 if policy.offload in what else 1  # noqa: E731
-    critic, scorers = sizes.beside.get("critic", 0), {name: count for name, count in sizes.beside.items() if name != "critic"}
+    critic, scorers = (
+        sizes.beside.get("critic", 0),
+        {name: count for name, count in sizes.beside.items() if name != "critic"},
+    )
     critic_stays = stays([Offload.all]) if ranks.world > 1 else 1
     on_gpu = device.type == "cuda"
     of_sglang = choose_engine(config.engine.kind, device) == EngineKind.sglang

@@ -9,6 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from hybrid_rl import stages
+from hybrid_rl.config import ConfigError
 from hybrid_rl.preflight.settings import load
 
 SMALL = [
@@ -23,10 +24,11 @@ class NoScorer:
     def __init__(self, *_: object):
         pass
 
-    def check(self) -> None:
-        pass
+    def check(self, tasks: object) -> list[str]:
+        return []
 
-    close = check
+    def close(self) -> None:
+        pass
 
 
 @pytest.fixture
@@ -36,7 +38,10 @@ def last_line(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(stages, "Scorer", NoScorer)
 
     def last_line(*overrides: str, folder: str = "run", **sections: dict) -> str:
-        config = OmegaConf.to_object(load([*SMALL, *overrides]))
+        try:
+            config = OmegaConf.to_object(load([*SMALL, *overrides]))
+        except ConfigError as error:  # what the command says with exit code 2
+            return str(error)
         for name, section in sections.items():
             setattr(config, name, section)
         capsys.readouterr()

@@ -1,5 +1,6 @@
 """Tasks in files: each bad row ends in one line with file, line, key, value and what to do, before the model loads."""
 
+import gzip
 import json
 import re
 
@@ -9,8 +10,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from hybrid_rl import stages
-from hybrid_rl.config import ConfigError
-from hybrid_rl.data import TaskSets
+from hybrid_rl.config import ConfigError, TinyConfig
+from hybrid_rl.data import TaskSets, render
+from hybrid_rl.policy import tiny
 from hybrid_rl.preflight.settings import load
 from hybrid_rl.types import Task
 
@@ -50,6 +52,9 @@ ROWS: dict[str, tuple[str | bytes, str]] = {
     "infinite": ('{"prompt": "a", "answer": 1e999}', ": answer=inf: is a number, which has no JSON text; write it as a text"),
     "too deep": ("[" * 100_000, Begins(": is not JSON that can be read: maximum recursion depth exceeded")),
     "too many digits": ('{"prompt": "a", "answer": ' + "1" * 5000 + "}", Begins(": is not JSON that can be read: Exceeds the limit (4300 digits)")),
+    "far too deep for a worker": ('{"prompt": "a", "answer": "1", "x": ' + "[" * 150 + "]" * 150 + "}", ": has lists and objects more than 100 levels deep; write its inner part as a text"),
+    "objects far too deep": ('{"prompt": "a", "answer": "1", "x": ' + '{"a":' * 150 + "1" + "}" * 151, ": has lists and objects more than 100 levels deep; write its inner part as a text"),
+    "many keys, the last twice": ("{" + ", ".join(f'"k{i}": 1' for i in range(100_000)) + ', "k99999": 1}', ": is not JSON that can be read: the key 'k99999' is there twice"),
     "no prompt": ('{"question": "a", "answer": "1"}', ": has no 'prompt', which is what the policy is asked (set data.prompt to the key that has it); there are: question, answer"),
     "nearly prompt": ('{"promt": "a", "answer": "1"}', ": has no 'prompt'; did you mean 'promt'? Then set data.prompt=promt"),
     "no answer": ('{"prompt": "a", "solution": "1"}', ": has no 'answer', which is what the reward compares with (set data.answer to the key that has it; answer=null where there is none); there are: prompt, solution"),
@@ -68,6 +73,7 @@ ROWS: dict[str, tuple[str | bytes, str]] = {
     "messages null": ('{"messages": null, "answer": "1"}', ": has no 'prompt', which is what the policy is asked (set data.prompt to the key that has it); there are: messages, answer"),
     "messages a text": ('{"messages": "hi", "answer": "1"}', f": messages='hi': is a text; {WHAT}"),
     "messages empty": ('{"messages": [], "answer": "1"}', f": messages=[]: is an empty list; {WHAT}"),
+    "a tool call": (said(user(tool_calls=[{"id": "1"}])), ": messages[0].tool_calls=[{'id': '1'}]: is not supported; a message has role and content only"),
     "no role": (said({"content": "hi"}), ": messages[0]={'content': 'hi'}: has no role; " + MESSAGE),
     "no content": (said(user(), {"role": "user"}), ": messages[1]={'role': 'user'}: has no content; " + MESSAGE),
     "content in parts": (said(user([{"type": "text", "text": "hi"}])), ": messages[0].content=[{'type': 'text', 'text': 'hi'}]: is a list; it must be a text"),
@@ -104,7 +110,9 @@ def test_bad_row(name, files, last_line):
     row = row if isinstance(row, bytes) else row.encode()
     (files / "train.jsonl").write_bytes(GOOD[0].encode() + b"\n" + row + b"\n" + GOOD[1].encode() + b"\n")
     line = last_line(data=section())
-    assert line == f"train.jsonl, line 2{expected}" or (isinstance(expected, Begins) and line.startswith(f"train.jsonl, line 2{expected}"))
+    assert line == f"train.jsonl, line 2{expected}" or (
+        isinstance(expected, Begins) and line.startswith(f"train.jsonl, line 2{expected}")
+    )
 
 
 TRAIN = "".join(f"{row}\n" for row in GOOD).encode()
@@ -113,8 +121,8 @@ TRAIN = "".join(f"{row}\n" for row in GOOD).encode()
 FILES: dict[str, tuple[dict, dict[str, bytes], str]] = {
     "not there": ({"rl": "no.jsonl"}, {}, "data.rl=no.jsonl: cannot be read: No such file or directory (relative paths begin at {here})"),
     "a folder": ({"rl": "folder.jsonl"}, {"folder.jsonl/x": b""}, "data.rl=folder.jsonl: cannot be read: Is a directory (relative paths begin at {here})"),
-    "another kind": ({"rl": "train.csv"}, {"train.csv": b"a,b"}, "data.rl=train.csv: must be a file that ends in .jsonl (one JSON object a line) or .parquet"),
-    "a data set's name": ({"eval": "someone/something"}, {}, "data.eval=someone/something: must be a file that ends in .jsonl (one JSON object a line) or .parquet"),
+    "another kind": ({"rl": "train.csv"}, {"train.csv": b"a,b"}, "data.rl=train.csv: must be a file that ends in .jsonl (one JSON object a line), .jsonl.gz or .parquet"),
+    "a data set's name": ({"eval": "someone/something"}, {}, "data.eval=someone/something: must be a file that ends in .jsonl (one JSON object a line), .jsonl.gz or .parquet"),
     "a list of files": ({"rl": ["train.jsonl"]}, {}, "data.rl=['train.jsonl']: must be the path of a .jsonl or .parquet file"),
     "no eval": ({"eval": None}, {}, "data.eval=None: must be the path of a .jsonl or .parquet file"),
     "empty": ({}, {"train.jsonl": b""}, "train.jsonl: has no rows; data.rl needs at least one"),
@@ -129,6 +137,15 @@ FILES: dict[str, tuple[dict, dict[str, bytes], str]] = {
     "no key for a prompt": ({"prompt": None}, {}, "data.prompt=None: must be the name of a key, as text"),
     "empty system prompt": ({"system_prompt": " "}, {}, "data.system_prompt=' ': is empty"),
     "system prompt a number": ({"system_prompt": 3}, {}, "data.system_prompt=3: is a number; it must be a text"),
+    "gzip cut off": ({}, {"train.jsonl": gzip.compress(TRAIN)[:-9]}, "data.rl=train.jsonl: cannot be read: Compressed file ended before the end-of-stream marker was reached (relative paths begin at {here})"),
+    "gzip damaged": ({}, {"train.jsonl": gzip.compress(TRAIN)[:10] + b"\7" * 30}, "data.rl=train.jsonl: cannot be read: Error -3 while decompressing data: invalid block type (relative paths begin at {here})"),
+    "zstd": ({}, {"train.jsonl": b"\x28\xb5\x2f\xfd and more"}, "data.rl=train.jsonl: is a zstd file, which is not read; unpack it, or pack it with gzip"),
+    "a gzip bomb": ({}, {"train.jsonl": gzip.compress((b" " * (2**25 - 1) + b"\n") * 3)}, "train.jsonl: has {size} bytes and opens to 96 MiB or more, over 200 times its size; it is not read. Write it anew, uncompressed, if it is meant"),
+    "a line without an end": ({}, {"train.jsonl": b"[" * (2**26 + 1)}, "train.jsonl, line 1: is longer than 64 MiB; a row is one line"),
+    "an inner key that is not there": ({"answer": "reward_model.ground_thruth"}, {"test.jsonl": b'{"prompt": "a", "reward_model": {"style": "rule", "ground_truth": "1"}}'}, "test.jsonl, line 1: has no 'reward_model.ground_thruth'; did you mean 'reward_model.ground_truth'? Then set data.answer=reward_model.ground_truth"),
+    "a path through a text": ({"answer": "prompt.x"}, {}, "test.jsonl, line 1: has no 'prompt.x'; did you mean 'prompt'? Then set data.answer=prompt"),
+    "columns that are not there": ({"columns": ["levle"]}, {"test.jsonl": b'{"prompt": "a", "answer": "1", "level": 3}'}, "test.jsonl, line 1: has no 'levle'; did you mean 'level'? Then set data.columns=level"),
+    "columns a text": ({"columns": "level"}, {}, "data.columns='level': must be a list of keys' names"),
     "too few": ({}, {"train.jsonl": TRAIN[:32]}, "data: the rl set has 1 tasks, fewer than the 2 that a step needs (rollout.batch_size / rollout.group_size)"),
     "damaged parquet": ({"rl": "t.parquet"}, {"t.parquet": b"PAR1 and no more"}, "data.rl=t.parquet: cannot be read: Parquet magic bytes not found in footer. Either the file is corrupted or this is not a parquet file. (relative paths begin at {here})"),
     "empty file called parquet": ({"rl": "t.parquet"}, {"t.parquet": b""}, "data.rl=t.parquet: cannot be read: Parquet file size is 0 bytes (relative paths begin at {here})"),
@@ -141,11 +158,14 @@ def test_bad_file(name, files, last_line):
     for file, content in {"train.jsonl": TRAIN, **contents}.items():
         (files / file).parent.mkdir(exist_ok=True)
         (files / file).write_bytes(content)
-    assert last_line(data=section(**settings)) == expected.format(here=files)
+    size = f"{(files / 'train.jsonl').stat().st_size:,}"
+    assert last_line(data=section(**settings)) == expected.format(here=files, size=size)
 
 
 TEXT, LIST = pa.array(["one", "two"]), pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
-BROKEN = pa.Array.from_buffers(pa.string(), 2, [None, pa.py_buffer(b"\0\0\0\0\3\0\0\0\4\0\0\0"), pa.py_buffer(b"one\xff")])
+BROKEN = pa.Array.from_buffers(
+    pa.string(), 2, [None, pa.py_buffer(b"\0\0\0\0\3\0\0\0\4\0\0\0"), pa.py_buffer(b"one\xff")]
+)
 
 # name: columns of train.parquet → the whole message after "train.parquet, "
 COLUMNS: dict[str, tuple[dict, str]] = {
@@ -153,7 +173,6 @@ COLUMNS: dict[str, tuple[dict, str]] = {
     "a null": ({"prompt": ["one", None], "answer": TEXT}, "row 2: prompt=None: is null; give it a value, or remove the row"),
     "nulls only": ({"prompt": TEXT, "answer": pa.nulls(2)}, "row 1: answer=None: is null; give it a value, or remove the row"),
     "bytes": ({"prompt": [b"one", b"two"], "answer": TEXT}, f"row 1: prompt=b'one': is of type bytes; {WHAT}"),
-    "dates": ({"prompt": TEXT, "answer": pa.array([0, 1], pa.date32())}, "row 1: answer=datetime.date(1970, 1, 1): is of type date, which has no JSON text; write it as a text"),
     "NaN": ({"prompt": TEXT, "answer": [1.0, float("nan")]}, "row 2: answer=nan: is a number, which has no JSON text; write it as a text"),
     "another name": ({"prompts": TEXT, "answer": TEXT}, "row 1: has no 'prompt'; did you mean 'prompts'? Then set data.prompt=prompts"),
     "no column": ({"a": TEXT, "b": TEXT}, "row 1: has no 'prompt', which is what the policy is asked (set data.prompt to the key that has it); there are: a, b"),
@@ -219,7 +238,10 @@ def test_a_loader_without_its_arguments_or_with_another_result(files, last_line)
     assert said.startswith(
         "data._target_=hybrid_rl.data.files.load_tasks failed: TypeError: load_tasks() missing 1 required positional argument: 'eval'"
     )
-    assert last_line(data={"_target_": "builtins.dict", "a": 1}) == "data._target_=builtins.dict returned dict, not hybrid_rl.data.TaskSets"
+    assert (
+        last_line(data={"_target_": "builtins.dict", "a": 1})
+        == "data._target_=builtins.dict returned dict, not hybrid_rl.data.TaskSets"
+    )
 
 
 def test_a_recipe_without_python_for_its_data(tmp_path, monkeypatch, capsys):
@@ -241,9 +263,45 @@ def test_a_recipe_without_python_for_its_data(tmp_path, monkeypatch, capsys):
         "dry_run=true",
         "device=cpu",
     ]
-    with pytest.raises(ConfigError, match=r"hybrid_rl\.data\.files\.load_tasks takes no such argument; did you mean prompt\?"):
+    with pytest.raises(
+        ConfigError, match=r"hybrid_rl\.data\.files\.load_tasks takes no such argument; did you mean prompt\?"
+    ):
         load([*overrides, "+data.promt=q"], tmp_path / "conf")
-    with pytest.raises(ConfigError, match=r"data\.eval=None \(command line\): is missing, and hybrid_rl\.data\.files\.load_tasks needs it"):
+    with pytest.raises(
+        ConfigError,
+        match=r"data\.eval=None \(command line\): is missing, and hybrid_rl\.data\.files\.load_tasks needs it",
+    ):
         load([*overrides, "~data.eval"], tmp_path / "conf")
     assert stages.run(OmegaConf.to_object(load(overrides, tmp_path / "conf")), tmp_path / "run") == 0
     assert "0 SFT, 2 RL, 1 held out; prompts of " in capsys.readouterr().out
+
+
+def test_arguments_of_the_chat_template(files, last_line, capsys):
+    """Beside the arguments of any loader, and checked before the model loads, in a dry run too."""
+    said = "data.template_arguments.enable_thinking=false: the model's chat template uses no such variable; there are: none"
+    assert last_line("+data.template_arguments={enable_thinking: false}") == said
+    assert last_line("+data.template_arguments.enable_thinking=false", "dry_run=true") == said
+    (files / "train.jsonl").write_bytes(TRAIN)
+    assert last_line(data=section(template_arguments={"enable_thinking": False})) == said
+    with pytest.raises(ConfigError, match=r"data\.template_arguments=3 \(command line\): must be a mapping"):
+        load(["+recipe=reverse", "data.template_arguments=3"])
+    for override in (
+        "data.template_arguments={enable_thinking: false}",
+        "data.template_arguments.enable_thinking=false",
+    ):
+        with pytest.raises(ConfigError) as raised:
+            load(["+recipe=reverse", override])
+        assert str(raised.value) == f"{override} (command line): is new here; to add it, write +{override}"
+
+
+@pytest.mark.parametrize("overrides", [[], ["dry_run=true"]])
+def test_a_template_that_loops_for_ever(files, last_line, monkeypatch, overrides):
+    monkeypatch.setattr(render, "SECONDS", 1)
+    tiny.create(files / "model", TinyConfig(hidden_size=32, intermediate_size=64), 0)
+    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    (files / "model" / "chat_template.jinja").write_text(f"{{% if messages %}}{loop}{{% endif %}}")
+    line = last_line("model.path=model", *overrides)
+    assert re.fullmatch(
+        r"task \S+: the chat template of model takes more than 1 s; mend it in the model's folder, or use another model",
+        line,
+    )

@@ -10,7 +10,9 @@ from safetensors.torch import load_file, save_file
 from hybrid_rl import stages
 from hybrid_rl.config import ConfigError
 from hybrid_rl.data.render import prompt_ids
-from hybrid_rl.policy.model import ModelError, Policy, read_tokenizer
+from hybrid_rl.model_folder.read import ModelError
+from hybrid_rl.model_folder.tokenizer import read_tokenizer
+from hybrid_rl.policy.model import Policy
 from hybrid_rl.preflight.settings import load
 from hybrid_rl.types import Task
 from tests.bad_inputs.conftest import SMALL
@@ -61,7 +63,11 @@ def code(file, **auto_map):
     """A folder whose own Python code would end the test if it were run."""
 
     def change(folder):
-        rewrite(folder / file, auto_map=auto_map, **({"model_type": "own"} if file == "config.json" else {"tokenizer_class": "Own"}))
+        rewrite(
+            folder / file,
+            auto_map=auto_map,
+            **({"model_type": "own"} if file == "config.json" else {"tokenizer_class": "Own"}),
+        )
         (folder / "own.py").write_text("raise SystemExit('code of a model folder was run')")
 
     return change
@@ -73,8 +79,11 @@ def both(*changes):
 
 ROOM = ["rollout.max_prompt_tokens=200", "data.max_length=12"]  # few tasks, whose prompts fit
 NO_CODE = "cannot be loaded: it needs Python code that lies in the folder (auto_map), and none is run; use a model that transformers implements itself"
-NOT_JSON = "generation_config.json is not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"
+NOT_JSON = (
+    "generation_config.json is not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"
+)
 START = "<|im_start|>"
+NO_END = content("chat_template.jinja", b"{% for m in messages %}{{ m.content }}{% endfor %}")
 
 # name: what is done to a good folder → what the line contains; {} is the folder
 FOLDERS = {
@@ -86,9 +95,9 @@ FOLDERS = {
     "config of wrong types": (config(hidden_size="many"), "Field 'hidden_size' expected int, got str (value: 'many')"),
     "unknown architecture": (config(model_type="unheard_of"), "cannot be loaded: The checkpoint you are trying to load has model type `unheard_of` but Transformers does not recognize this architecture."),
     "not a causal LM": (config(model_type="t5"), "cannot be loaded: Unrecognized configuration class <class 'transformers.models.t5.configuration_t5.T5Config'> for this kind of AutoModel: AutoModelForCausalLM."),
-    "weights elsewhere": (both(without("model.safetensors"), content("other.safetensors", b"")), "model.path={} cannot be loaded: Error no file named model.safetensors found in directory {}."),
+    "weights elsewhere": (both(without("model.safetensors"), content("other.safetensors", b"")), "model.path={} cannot be loaded: it has neither model.safetensors nor model.safetensors.index.json"),
     "an index without its files": (both(without("model.safetensors"), content("a.safetensors", b""), content("model.safetensors.index.json", b'{"metadata": {}, "weight_map": {"model.norm.weight": "b.safetensors"}}')), "cannot be loaded: No such file or directory: {}/b.safetensors"),
-    "pickle": (pickled, "cannot be loaded: Error no file named model.safetensors found in directory {}."),
+    "pickle": (pickled, "cannot be loaded: it has neither model.safetensors nor model.safetensors.index.json"),
     "a weight missing": (weights(lambda w: w.pop("model.norm.weight")), "model.path={} has no weights for model.norm.weight"),
     "a weight too many": (weights(lambda w: w.update({"model.layers.7.mlp.up_proj.weight": torch.zeros(2)})), "model.path={} has weights that config.json has no place for: model.layers.7.mlp.up_proj.weight"),
     "a layer fewer in config": (config(num_hidden_layers=1, layer_types=["full_attention"]), "model.path={} has weights that config.json has no place for: model.layers.1.input_layernorm.weight, model.layers.1.mlp.down_proj.weight, model.layers.1.mlp.gate_proj.weight …"),
@@ -106,7 +115,7 @@ FOLDERS = {
     "broken tokenizer": (content("tokenizer.json", b"{"), "model.path={}: its tokenizer cannot be loaded: "),
     "a tokenizer of another kind": (content("tokenizer.json", b"{}"), "model.path={}: its tokenizer cannot be loaded: KeyError: 'added_tokens'"),
     "broken tokenizer config": (content("tokenizer_config.json", b"{"), "model.path={}: its tokenizer cannot be loaded: "),
-    "more base tokens than the model": (both(config(vocab_size=100), weights(lambda w: w.update({"model.embed_tokens.weight": w["model.embed_tokens.weight"][:100].clone()}))), "the tokenizer gives token 262, the model knows 100; they do not belong together"),
+    "more base tokens than the model": (both(config(vocab_size=100), weights(lambda w: w.update({"model.embed_tokens.weight": w["model.embed_tokens.weight"][:100].clone()}))), "model.path={}: the tokenizer has 256 tokens and the model 100; they do not belong together"),
     "marks that the model does not know": (both(config(vocab_size=258), weights(lambda w: w.update({"model.embed_tokens.weight": w["model.embed_tokens.weight"][:258].clone()}))), "the tokenizer gives token 262, the model knows 258; they do not belong together"),
     "no chat template": (without("chat_template.jinja"), "model.path={}: the tokenizer has no chat template; add chat_template.jinja to the folder"),
     "empty chat template": (content("chat_template.jinja", b""), "its prompt has no tokens; the tokenizer's chat template makes nothing of its messages"),
@@ -115,7 +124,9 @@ FOLDERS = {
     "a template that fails": (content("chat_template.jinja", b"{{ messages[0].content + 1 }}"), "the tokenizer's chat template does not take its messages: can only concatenate str (not \"int\") to str"),
     "a template that looks into Python": (content("chat_template.jinja", b"{{ messages.__class__.__mro__ }}"), "the tokenizer's chat template does not take its messages: access to attribute '__class__' of 'list' object is unsafe."),
     "two start tokens": (both(tokenizer(bos_token=START), content("chat_template.jinja", b"{{ bos_token }}{{ bos_token }}hello")), "its prompt begins with the start token (bos) twice; take one out of the tokenizer's chat template"),
-    "no end token": (both(tokenizer(eos_token=...), config(eos_token_id=None), lambda f: rewrite(f / "generation_config.json", eos_token_id=...)), "{}: neither generation config nor tokenizer names an end token (eos_token_id)"),
+    "no end token": (both(tokenizer(eos_token=...), NO_END, config(eos_token_id=None), lambda f: rewrite(f / "generation_config.json", eos_token_id=...)), "model.path={}: no end token is named by its generation config, tokenizer or chat template; name eos_token in tokenizer_config.json"),
+    "an end token beyond the model": (both(config(vocab_size=257), weights(lambda w: w.update({"model.embed_tokens.weight": w["model.embed_tokens.weight"][:257].clone()}))), "model.path={}: the end token <|im_end|> has the id 257, and the model knows 257 tokens; name another eos_token in tokenizer_config.json, or use the tokenizer that belongs to the model"),
+    "tied, and two tensors": (weights(lambda w: w.update({"lm_head.weight": w["model.embed_tokens.weight"] + 1})), "model.path={}: by config.json lm_head.weight is model.embed_tokens.weight (tie_word_embeddings), but the files hold two different tensors; set tie_word_embeddings=false in config.json to use both, or remove lm_head.weight from model.safetensors"),
 }  # fmt: skip
 
 
@@ -146,6 +157,8 @@ def test_bad_model_folder(name, folder, last_line):
         "positions that follow a row",
         "another kind of layer",
         "a template that raises",
+        "an end token beyond the model",
+        "tied, and two tensors",
     ],
 )
 def test_a_dry_run_says_it_too(name, folder, last_line):
@@ -162,8 +175,11 @@ def test_code_for_a_tokenizer_is_not_run(folder):
 
 def test_sft_needs_the_tokenizers_end_token(folder, last_line):
     tokenizer(eos_token=...)(folder)
+    NO_END(folder)
     line = last_line(f"model.path={folder}", "sft.steps=1", "sft.batch_size=1", *ROOM)
-    assert line == "sft.steps: the tokenizer names no eos_token, which ends a demonstration; name it in tokenizer_config.json"
+    assert line.startswith(
+        "sft.steps: neither the chat template nor the tokenizer names a token that ends a demonstration; name eos_token"
+    )
 
 
 def test_a_tokenizer_without_a_pad_token_works(folder):
@@ -178,7 +194,9 @@ def test_one_start_token_where_template_and_tokenizer_both_bring_one(folder):
     file = folder / "tokenizer.json"
     single = [{"SpecialToken": {"id": START, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
     special = {START: {"id": START, "ids": [256], "tokens": [START]}}
-    rewrite(file, post_processor={"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": special})
+    rewrite(
+        file, post_processor={"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": special}
+    )
     (folder / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}")
     read = read_tokenizer(folder)
     assert read("ab")["input_ids"] == [256, 64, 65]
@@ -201,11 +219,24 @@ def test_a_tokenizer_with_more_base_tokens_than_the_model(folder):
 def test_a_prompt_or_demonstration_that_is_too_long_is_found_before_the_model_loads(tmp_path, last_line, monkeypatch):
     monkeypatch.setattr(stages.Policy, "load", lambda *_, **__: pytest.fail("the model was loaded first"))
     row = {"prompt": "b", "answer": "1", "demonstration": "d" * 3000, "id": 7}
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({**row, "prompt": f"{i}", "id": i}) + "\n" for i in range(1500)))
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({**row, "prompt": f"{i}", "id": i}) + "\n" for i in range(1500))
+    )
     (tmp_path / "b.jsonl").write_text(json.dumps({**row, "prompt": "x" * 1_000_000}) + "\n")
     data = {"_target_": "hybrid_rl.data.files.load_tasks", "rl": "a.jsonl", "eval": "b.jsonl"}
     line = last_line("rollout.max_prompt_tokens=100", data=data)
-    assert line == "task eval/7: its prompt has 1000005 tokens, rollout.max_prompt_tokens=100; raise it or drop the task"
+    assert (
+        line == "task eval/7: its prompt has 1000005 tokens, rollout.max_prompt_tokens=100; raise it or drop the task"
+    )
     (tmp_path / "b.jsonl").write_text(json.dumps(row) + "\n")
-    line = last_line("rollout.max_prompt_tokens=100", "sft.steps=1", "sft.batch_size=1", data={**data, "sft": "a.jsonl"}, folder="other")
-    assert line == "task sft/0: prompt and demonstration have 3007 tokens, policy.row_tokens=2048; raise it or drop the task"
+    line = last_line(
+        "rollout.max_prompt_tokens=100",
+        "sft.steps=1",
+        "sft.batch_size=1",
+        data={**data, "sft": "a.jsonl"},
+        folder="other",
+    )
+    assert (
+        line
+        == "task sft/0: prompt and demonstration have 3007 tokens, policy.row_tokens=2048; raise it or drop the task"
+    )

@@ -1,5 +1,7 @@
 """Drawing tasks, and rendering them to ids exactly once."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,7 +10,8 @@ from hybrid_rl.data import DataError, TaskSets, load_task_sets
 from hybrid_rl.data.render import completion_text, demonstration, prompt_ids
 from hybrid_rl.data.sampler import Sampler
 from hybrid_rl.policy.tiny import character_tokenizer
-from hybrid_rl.types import Task
+from hybrid_rl.rollout.rewards import Scorer
+from hybrid_rl.types import Rollout, Task
 
 
 def task(id: str, demonstration: str | None = "d", text: str = "hello") -> Task:
@@ -16,7 +19,11 @@ def task(id: str, demonstration: str | None = "d", text: str = "hello") -> Task:
 
 
 def three_sets(rl: int = 8, sft: int = 8, held_out: int = 2) -> TaskSets:
-    return TaskSets([task(f"s{i}") for i in range(sft)], [task(f"r{i}") for i in range(rl)], [task(f"e{i}") for i in range(held_out)])
+    return TaskSets(
+        [task(f"s{i}") for i in range(sft)],
+        [task(f"r{i}") for i in range(rl)],
+        [task(f"e{i}") for i in range(held_out)],
+    )
 
 
 @given(size=st.integers(1, 40), seed=st.integers(0, 5), counts=st.lists(st.integers(1, 30), max_size=12))
@@ -62,6 +69,58 @@ def test_a_set_smaller_than_a_batch_says_so():
         load_task_sets({"_target_": "tests.data.test_tasks.three_sets", "held_out": 0}, rl_tasks=0, sft_tasks=0)
 
 
+def test_digests_name_everything_that_tasks_say_in_their_order():
+    def digests(*tasks: Task) -> dict[str, str]:
+        return TaskSets([], list(tasks), [task("e")]).digests()
+
+    one, columns = task("a"), {"level": 3, "tags": ["x"]}
+    base = digests(one, task("b"))
+    assert base == digests(task("a"), Task("b", ({"content": "hello", "role": "user"},), "a", "d"))
+    assert base.keys() == {"rl", "sft", "eval"}
+    # of json.dumps(…) + "\n" for each task, by sha256sum
+    assert base["sft"] == "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+    others = [
+        (task("b"), one), (one,), (one, task("c")), (one, task("b", "other")), (one, task("b", text="other")), (one, replace(task("b"), answer="b")),
+        (one, replace(task("b"), source="s")), (one, replace(task("b"), columns=columns)), (one, replace(task("b"), columns={"level": 4})),
+    ]  # fmt: skip
+    found = {digests(*other)["rl"] for other in others}
+    assert len(found) == len(others)
+    assert base["rl"] not in found
+    assert all(digests(*other)["eval"] == base["eval"] for other in others)
+
+
+def test_columns_that_json_cannot_hold_are_refused():
+    deep: list = []
+    for _ in range(5000):
+        deep = [deep]
+    for columns, reason in (
+        ({"x": b"a"}, "bytes is not JSON"),
+        ({"x": {1, 2}}, "set is not JSON"),
+        ({"x": deep}, "recursion"),
+    ):
+        with pytest.raises(
+            DataError, match=f"task 'a' of the rl set: its columns are not values that JSON can hold .*{reason}"
+        ):
+            TaskSets([], [replace(task("a"), columns=columns)], [])
+
+
+def level(completion: str, task: Task) -> float:
+    return task.columns["info"]["level"] + len(completion)
+
+
+def test_a_reward_in_its_process_sees_the_columns():
+    scorer = Scorer({"_target_": "tests.data.test_tasks.level"}, 1, 30.0)
+    try:
+        rollout = Rollout("t", 0, 0, 0, [1])
+        rollout.add_sampled([2], [-0.5], [(0, 1)])
+        rollout.finish("stop", "ab")
+        scorer.submit(rollout, replace(task("t"), columns={"info": {"level": 3.5, "tags": ["x", None]}}))
+        assert scorer.finish() == 0
+    finally:
+        scorer.close()
+    assert rollout.reward == 5.5
+
+
 def test_prompt_ids_come_from_the_template_alone(policy):
     ids = prompt_ids(task("t"), policy.tokenizer, 100)
     assert policy.tokenizer.decode(ids) == "<|im_start|>user\nhello<|im_end|><|im_start|>assistant\n"
@@ -82,4 +141,7 @@ def test_a_demonstration_ends_with_the_end_token_and_masks_its_prompt(policy):
     assert rollout.token_ids[-1] == policy.tokenizer.eos_token_id
     assert rollout.loss_mask == [False] * rollout.prompt_length + [True] * rollout.sampled
     assert rollout.sampled == 1 + 5 + 1 + 1  # a tag is one token
-    assert completion_text(rollout.token_ids[rollout.prompt_length :], policy.tokenizer) == "<reversed_text>olleh</reversed_text>"
+    assert (
+        completion_text(rollout.token_ids[rollout.prompt_length :], policy.tokenizer, stopped=True)
+        == "<reversed_text>olleh</reversed_text>"
+    )

@@ -28,10 +28,11 @@ from hybrid_rl.config import (
     Precision,
     TinyConfig,
 )
+from hybrid_rl.model_folder.read import ModelError
 from hybrid_rl.policy import tiny
 from hybrid_rl.policy.critic import Critic, ValueModel, value_loss
 from hybrid_rl.policy.layout import sampled_tokens
-from hybrid_rl.policy.model import ModelError, Policy
+from hybrid_rl.policy.model import Policy
 from hybrid_rl.policy.optimizer import Optimizer
 from hybrid_rl.policy.roles import make_critic
 from hybrid_rl.policy.sharding import local

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hybrid_rl.model_folder.read import ModelError
 from hybrid_rl.policy.layout import first_fit_decreasing, pack, sampled_tokens
-from hybrid_rl.policy.model import ModelError, Policy
+from hybrid_rl.policy.model import Policy
 from hybrid_rl.types import Rollout
 
 LAYOUTS = ("padded", "packed", "trees")

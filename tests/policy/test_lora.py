@@ -18,12 +18,13 @@ from transformers import AutoModelForCausalLM
 
 from hybrid_rl.algo.batch import Tokens
 from hybrid_rl.algo.ppo_clip import loss as ppo_loss
+from hybrid_rl.attention.attend import ATTENTION_NAME
 from hybrid_rl.config import LoraConfig, Offload, OptimizerConfig, PolicyConfig, Precision
 from hybrid_rl.engine.base import Request, Sampling
 from hybrid_rl.engine.local import LocalEngine
 from hybrid_rl.handover import HandoverError, hand_over, take_back
-from hybrid_rl.policy.attention import ATTENTION_NAME
-from hybrid_rl.policy.model import ModelError, Policy
+from hybrid_rl.model_folder.read import ModelError
+from hybrid_rl.policy.model import Policy
 from hybrid_rl.policy.optimizer import Optimizer
 from hybrid_rl.policy.sharding import local
 from hybrid_rl.policy.update import score

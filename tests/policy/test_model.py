@@ -8,8 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
+from hybrid_rl.model_folder.read import ModelError
 from hybrid_rl.policy import tiny
-from hybrid_rl.policy.model import ModelError, Policy
+from hybrid_rl.policy.model import Policy
 from tests.conftest import TINY
 
 CPU = torch.device("cpu")

@@ -17,8 +17,9 @@ from hybrid_rl.config import Offload, OptimizerConfig, PolicyConfig, Precision
 from hybrid_rl.engine.base import Request, Sampling
 from hybrid_rl.engine.local import LocalEngine
 from hybrid_rl.handover import hand_over, take_back
+from hybrid_rl.model_folder.read import ModelError
 from hybrid_rl.policy.layout import pack, share_out
-from hybrid_rl.policy.model import ModelError, Policy
+from hybrid_rl.policy.model import Policy
 from hybrid_rl.policy.optimizer import Optimizer
 from hybrid_rl.policy.sharding import local
 from hybrid_rl.policy.update import imitate, score

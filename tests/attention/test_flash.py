@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hybrid_rl import doctor
-from hybrid_rl.policy import flash
+from hybrid_rl.attention import flash
 
 OTHER = {"cute/__init__.py": "def flash_attn_varlen_func(): ..."}  # flash-attn-4, which comes with SGLang: no __init__.py at its top
 UNFIT = {"__init__.py": "raise ImportError('flash_attn_2_cuda.so: undefined symbol: _ZN3c10\\nmore')"}

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedConfig
 
-from hybrid_rl.policy import flash
+from hybrid_rl.attention import flash
 
 ATTENTION_NAME = "hybrid_rl"
 
@@ -179,12 +179,13 @@ class Packed:
         assert flash.varlen is not None
         bounds, longest = self._cumulative, max(self.lengths)
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        return flash.varlen(
+        out: Tensor = flash.varlen(
             q, k, v, bounds, bounds, longest, longest, softmax_scale=how.scaling, causal=True,
             window_size=(-1, -1) if how.window is None else (how.window - 1, 0),  # tokens before one's own
-            softcap=how.softcap or 0.0,
             deterministic=torch.are_deterministic_algorithms_enabled(),  # of the gradient; a second pass over it
+            **({"softcap": how.softcap} if how.softcap else {}),  # flash-attention before 2.6 does not know it
         )  # fmt: skip
+        return out
 
     def to(self, device: object) -> Packed:
         return self

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from hybrid_rl.policy.attention import Bands, LayerAttention, attention
+from hybrid_rl.attention.attend import Bands, LayerAttention, attention
 
 BUCKET = 32  # branches of similar length that are padded to one length and attend together
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybrid_rl.policy.deterministic import BLOCK, cumsum_by_products
+from hybrid_rl.deterministic import BLOCK, cumsum_by_products
 from tests.test_run import run, same
 
 FEW = ["sft.steps=6", "rl.steps=3", "rl.eval_every=0", "deterministic=true", "reward._target_=tests.rewards.by_hash"]

@@ -11,11 +11,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hybrid_rl.attention.attend import LayerAttention, Packed, Padded
+from hybrid_rl.attention.trees import Trees
 from hybrid_rl.engine.kv_cache import Decode, KVCache, Prefill
 from hybrid_rl.policy import model as model_module
-from hybrid_rl.policy.attention import LayerAttention, Packed, Padded
 from hybrid_rl.policy.model import ModelError, Policy
-from hybrid_rl.policy.trees import Trees
 from tests.policy.test_layout import LAYOUTS, assert_same_gradient, mixed, plain, run
 
 CPU = torch.device("cpu")
