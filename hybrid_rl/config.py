@@ -317,3 +317,8 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
+
+
+def only_evaluates(config: Config) -> bool:
+    """Whether a run trains nothing: the model stays what it was, so there is nothing to save or to export."""
+    return not config.sft.steps and not config.rl.steps
