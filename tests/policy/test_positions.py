@@ -129,8 +129,8 @@ def test_the_longest_demonstration_is_measured(tiny_folder) -> None:
         for name, n in (("b", 2), ("c", 9))
     }
     longest = max(chars["b"] + 7, chars["c"] + 1) + 1
-    assert check_prompts(sets, tokenizer, 1000, max_tokens=200, row_tokens=512, sft=True) == longest
-    assert check_prompts(sets, tokenizer, 1000, max_tokens=200, row_tokens=512, sft=False) == 0
+    assert check_prompts(sets, tokenizer, 1000, max_tokens=200, row_tokens=512, sft=True).longest == longest
+    assert check_prompts(sets, tokenizer, 1000, max_tokens=200, row_tokens=512, sft=False).longest == 0
 
 
 @pytest.mark.parametrize(
