@@ -2,8 +2,9 @@
 
 A model loaded with `attn_implementation="hybrid_rl"` calls `attend_with_layout` in every layer. What a token may
 look at is decided by the `layout` object that the caller passes to the model's forward (`model(..., layout=layout)`;
-transformers hands unknown keyword arguments down to the attention function), and by the window that a layer may have. So
-full attention never builds a dense mask, and any causal LM of transformers that uses its attention interface works unchanged.
+transformers hands unknown keyword arguments down to the attention function), and by the window that a layer may have.
+So full attention never builds a dense mask, and any causal LM of transformers that uses its attention interface works
+unchanged.
 """
 
 from __future__ import annotations
@@ -52,7 +53,12 @@ class AttentionLayout(Protocol):
     def to(self, device: object) -> AttentionLayout: ...
 
 
-UNSUPPORTED = ("position_bias", "indices", "block_indices", "sinks")  # what some families hand to attention, and no layout computes
+UNSUPPORTED = (
+    "position_bias",
+    "indices",
+    "block_indices",
+    "sinks",
+)  # what some families hand to attention, and no layout computes
 
 
 def attend_with_layout(
@@ -62,7 +68,9 @@ def attend_with_layout(
 ) -> tuple[Tensor, None]:  # fmt: skip
     """The function transformers calls; refuses what a layout does not compute instead of ignoring it."""
     if layout is None:
-        raise ValueError(f"{type(module).__name__} was called without a layout, or does not hand keyword arguments to its attention")
+        raise ValueError(
+            f"{type(module).__name__} was called without a layout, or does not hand keyword arguments to its attention"
+        )
     unsupported = [name for name in UNSUPPORTED if other.get(name) is not None]
     if other.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         unsupported.append("attention to later tokens")
@@ -80,14 +88,16 @@ AttentionInterface.register(ATTENTION_NAME, attend_with_layout)
 def configured_windows(config: PreTrainedConfig) -> list[int | None]:
     """Each layer's window as config.json has it, None for full attention.
 
-    Raises ValueError for layers of another kind, except for chunked attention, which is full as long as samples fit a chunk.
+    Raises ValueError for layers of another kind, except for chunked attention, which is full if samples fit a chunk.
     """
     text = config.get_text_config()
     window, layers = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
     if not layers:
         return [window] * text.num_hidden_layers
     if other := sorted(set(layers) - {"full_attention", "sliding_attention", "chunked_attention"}):
-        raise ValueError(f"it has layers of {', '.join(other)}; only full_attention and sliding_attention are supported")
+        raise ValueError(
+            f"it has layers of {', '.join(other)}; only full_attention and sliding_attention are supported"
+        )
     return [window if layer == "sliding_attention" else None for layer in layers]
 
 
@@ -113,7 +123,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, how: LayerAttention, se
 
 
 def softmax(scores: Tensor, bias: Tensor, how: LayerAttention) -> Tensor:
-    """Weights from scaled scores [B, H, T, L], or heads in two dimensions with T = 1; `bias` is −inf for what is not seen."""
+    """Weights from scaled scores [B, H, T, L], or with T = 1 from [B, K, H/K, L]; `bias` is −inf for what is not seen."""
     if how.softcap is not None:
         scores = how.softcap * torch.tanh(scores / how.softcap)
     scores = scores + bias
@@ -143,7 +153,7 @@ class Bands:
 
 
 class Padded:
-    """Samples padded on the right to `width` and laid end to end, [1, B·width]: plain causal attention, the reference."""
+    """Samples padded on the right to `width`, end to end in one row [1, B·width]: plain causal attention, the reference."""
 
     def __init__(self, width: int):
         self.width = width
@@ -151,7 +161,11 @@ class Padded:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, how: LayerAttention) -> Tensor:
         q, k, v = (x[0].unflatten(1, (-1, self.width)).transpose(0, 1) for x in (query, key, value))  # [B, H, width, D]
-        return attention(q, k, v, how, self._bands.of(self.width, how.window, q.device)).transpose(1, 2).flatten(0, 1)[None]
+        return (
+            attention(q, k, v, how, self._bands.of(self.width, how.window, q.device))
+            .transpose(1, 2)
+            .flatten(0, 1)[None]
+        )
 
     def to(self, device: object) -> Padded:
         return self
