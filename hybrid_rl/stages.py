@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 from hybrid_rl.algo.contract import check_parts
 from hybrid_rl.algo.declared import PartError, removed_signal
-from hybrid_rl.config import Config, EngineKind, ExportDtype
+from hybrid_rl.config import Config, EngineKind, ExportDtype, only_evaluates
 from hybrid_rl.data import DataError, TaskSets, load_task_sets, template_arguments
 from hybrid_rl.data.render import Checked, check_prompts
 from hybrid_rl.data.template import fix_template
@@ -144,7 +144,7 @@ def _let_go(s: Session) -> None:
 
 def _stages(s: Session) -> None:
     """Evaluate, warm up, evaluate, train with RL, evaluate; a resumed run starts in the stage its checkpoint is of."""
-    if _only_evaluates(s.config):
+    if only_evaluates(s.config):
         s.console.heading("Evaluation")
         _evaluate(s, "model")
         return
@@ -178,11 +178,6 @@ def _stages(s: Session) -> None:
         _evaluate(s, "rl", s.config.rl.steps)
     if number := s.stop_asked():
         s.stop(number, "all steps are done and saved, the last evaluation and the export are left")
-
-
-def _only_evaluates(config: Config) -> bool:
-    """Whether the run trains nothing: the model is what it was before, so there is nothing to save or to export."""
-    return not config.sft.steps and not config.rl.steps
 
 
 def _evaluate(s: Session, name: str, step: int = 0) -> None:
@@ -293,7 +288,7 @@ def _introduce(s: Session, notes: list[str]) -> None:
 
 def _finish(s: Session) -> None:
     """Export the model, write summary and report, say where they lie. The summary comes last: it marks a finished run."""
-    if not _only_evaluates(s.config):
+    if not only_evaluates(s.config):
         _export(s)
     if s.ranks.main and s.best:  # the last evaluation may have found a better one than that which was kept
         checkpoint.prune(s.folder / "checkpoints", s.config.rl.keep_checkpoints, s.best_checkpoint)
@@ -303,7 +298,7 @@ def _finish(s: Session) -> None:
         return
     summary = {
         "name": s.config.name, "seed": s.config.seed,
-        **{f"eval/{name}": s.evaluations.get(name) for name in (("model",) if _only_evaluates(s.config) else ("base", "sft", "rl"))},
+        **{f"eval/{name}": s.evaluations.get(name) for name in (("model",) if only_evaluates(s.config) else ("base", "sft", "rl"))},
         "best": {**s.best, "checkpoint": f"checkpoints/{s.best_checkpoint}"} if s.best else None,
         "seconds": s.spent(),
         "versions": versions(), "machine": machine(), "ranks": s.ranks.world,
@@ -320,7 +315,7 @@ def _finish(s: Session) -> None:
         s.console.say(f"best:    {s.folder / 'checkpoints' / str(s.best_checkpoint)}, reward {s.best['reward']:.3f}")
     s.console.say(f"report:  {report}")
     s.console.say(f"samples: {s.folder / 'samples.md'}")
-    if _only_evaluates(s.config):
+    if only_evaluates(s.config):
         return
     s.console.say(f"model:   {s.folder / 'final'}")
     if s.config.policy.lora.rank:
