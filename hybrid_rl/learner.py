@@ -23,13 +23,13 @@ from hybrid_rl.algo.declared import needs
 from hybrid_rl.algo.mismatch import mismatch_kl
 from hybrid_rl.algo.ratio import quantiles
 from hybrid_rl.config import AlgoConfig, KlPlace, OldLogprobs, unbiased_kl
-from hybrid_rl.policy.layout import sampled_tokens
+from hybrid_rl.policy.layout import choose_layout, sampled_tokens
 from hybrid_rl.policy.numbers import Fault, alone, broken_weight, find, finite
 from hybrid_rl.policy.optimizer import TrainingDiverged, make_optimizer
 from hybrid_rl.policy.roles import Frozen, make_critic, make_reference, make_teacher
 from hybrid_rl.policy.update import Objective, observe, score, update
 from hybrid_rl.rollout.collector import Batch
-from hybrid_rl.run_folder.bad_batch import BadBatch, keep
+from hybrid_rl.run_folder.bad_batch import BadBatch, BadBatches
 from hybrid_rl.session import Session
 from hybrid_rl.types import Rollout
 
@@ -168,7 +168,7 @@ class Learner:
 
     @property
     def _rows(self) -> tuple[Any, int]:
-        return self.s.layout, self.s.config.policy.row_tokens
+        return choose_layout(self.s.config.policy.layout, self.s.policy.device), self.s.config.policy.row_tokens
 
     @property
     def _temperature(self) -> float:
@@ -233,7 +233,7 @@ class Learner:
 
     def _as_on_main(self, *columns: Any) -> Sequence[Any]:
         """Rank 0's columns on every rank: a GPU's sums have no fixed order, and ranks that keep different rollouts would wait for ever."""
-        ranks, device = self.s.ranks, self.s.policy.device
+        ranks, device = self.s.policy.ranks, self.s.policy.device
         if ranks.world == 1:
             return columns
         same = ranks.from_main(lambda: [None if c is None else c.cpu() for c in columns])
@@ -246,7 +246,9 @@ class Learner:
             assert self.critic is not None
             optimizer, model, folder = self.critic.optimizer, self.critic.model, Path(self.s.config.algo.critic.path or folder)
         assert optimizer.fault is not None
-        keep(self.s, replace(bad, facts={**bad.facts, "scale": optimizer.scale}), optimizer.fault, model, folder)
+        bad = replace(bad, facts={**bad.facts, "scale": optimizer.scale})
+        bad_batches = BadBatches(self.s.folder, self.s.config, self.s.progress, self.s.console.say)
+        bad_batches.keep(bad, optimizer.fault, model, folder)
         optimizer.check()
 
     def _check_weights(self, step: int) -> None:

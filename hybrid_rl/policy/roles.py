@@ -61,7 +61,7 @@ def make_reference(s: Session, start: int) -> Frozen | None:
     copy = Policy.load(s.model_folder, policy.device, replace(policy.settings, activation_checkpointing=False), policy.ranks)
     root = s.folder / "checkpoints" / "reference"
     if start:
-        saved = s.ranks.from_main(lambda: checkpoint.latest(root))
+        saved = s.policy.ranks.from_main(lambda: checkpoint.latest(root))
         if saved is None:
             raise checkpoint.CheckpointError(f"algo.reference=frozen: {root} holds no complete reference; it was written when RL began")
         saved.restore_policy(copy)

@@ -31,17 +31,16 @@ from hybrid_rl.policy.model import Policy
 from hybrid_rl.policy.optimizer import Optimizer
 from hybrid_rl.policy.roles import make_critic
 from hybrid_rl.processes.ranks import Ranks
-from hybrid_rl.report.console import Console
 from hybrid_rl.rl import train_rl
 from hybrid_rl.rollout.rewards import Scorer
 from hybrid_rl.run_folder import checkpoint
 from hybrid_rl.run_folder.checkpoint import CheckpointError
-from hybrid_rl.run_folder.metrics import Metrics
-from hybrid_rl.session import Session
+from hybrid_rl.run_folder.saver import Saver
 from hybrid_rl.types import Task
 from tests.policy.test_critic import CLIP, CPU, GAE, critic_of, every_rank, facts, same, stand_in, whole
 from tests.policy.test_sharding import ADVANTAGES, rollouts
 from tests.ranks import on_ranks
+from tests.sessions import make_session
 from tests.updates import update
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
@@ -53,7 +52,7 @@ def save_trained(ranks: Ranks, folder: Path, root: Path, updates: int) -> tuple[
     update(policy, optimizer, batch, ADVANTAGES, ppo_loss, 1.0, "trees", 60)
     for _ in range(updates):
         critic.update(batch, *facts(batch), "trees", 60)
-    checkpoint.save(root, "rl", 1, policy, optimizer, {}, 1, {"critic": (critic.model, critic.optimizer)})
+    checkpoint.begin(root, "rl", 1, policy, optimizer, {}, {"critic": (critic.model, critic.optimizer)}).publish(1)
     return whole(critic.model.parameters), whole(critic.optimizer.tensors()), goes_on(critic)
 
 
@@ -142,11 +141,11 @@ class Killed(Exception):
     pass
 
 
-class Dying(Session):
+class Dying(Saver):
     die_after = -1
 
-    def save_checkpoint(self, stage, step, optimizer, critic=None, **state):
-        super().save_checkpoint(stage, step, optimizer, critic, **state)
+    def save(self, stage, step, optimizer=None, critic=None, **state):
+        super().save(stage, step, optimizer, critic, **state)
         if critic:
             critic.park()  # as before every handover
         if step == self.die_after:
@@ -179,21 +178,19 @@ def ppo(
     tasks = {name: [Task(f"{name}{i}", ({"role": "user", "content": "x" * (i + 1)},), str(i)) for i in range(8)] for name in ("rl", "eval")}
     engine = LocalEngine(policy.sampler, policy.end_ids(), 16, 64, CPU, policy.dtype)
     scorer = Scorer({"_target_": f"tests.rewards.{reward}"}, workers=1, timeout=5)
-    metrics = Metrics(folder / "metrics.jsonl" if ranks.main else None, keep_lines=resumed.state["metrics_lines"] if resumed else 0)
     sets = TaskSets([], tasks["rl"], tasks["eval"])
-    s = Dying(config, folder, model_folder, policy, engine, sets, scorer, metrics, Console(quiet=True), resumed)
-    if resumed:
-        s.version = resumed.state["version"]
-    s.die_after = die_after
+    s = make_session(config, folder, policy, engine, sets, scorer, resumed=resumed, quiet=True)
+    s.saver = Dying(folder / "checkpoints", config, policy, s.metrics, s.progress)
+    s.saver.die_after = die_after
     try:
         if not resumed:
-            s.save_checkpoint("rl", 0, None)
+            s.saver.save("rl", 0)
         train_rl(s)
     except Killed:
         pass
     finally:
         scorer.close()
-        metrics.close()
+        s.metrics.close()
 
 
 def lines(folder: Path) -> list[dict]:

@@ -23,24 +23,20 @@ from hybrid_rl.policy.numbers import Fault, broken_weight, find, finite
 from hybrid_rl.policy.optimizer import Optimizer, TrainingDiverged
 from hybrid_rl.policy.update import imitate
 from hybrid_rl.processes.ranks import Ranks
-from hybrid_rl.report.console import Console
-from hybrid_rl.run_folder.metrics import Metrics
 from hybrid_rl.session import Session
 from hybrid_rl.sft import train_sft
 from tests.ranks import on_ranks
+from tests.sessions import make_session
 from tests.test_learner import batch, part
 
 BROKEN = "tests.broken"
 
 
-def session(policy: Policy, folder: Path, ranks: Ranks | None = None, **algo: Any) -> Session:
+def session(policy: Policy, folder: Path, **algo: Any) -> Session:
     config = Config(algo=AlgoConfig(**{"advantage": part("mean_only.advantages"), "loss": part("reinforce.loss"), **algo}))
     config.rl.optimizer = config.algo.critic.optimizer = OptimizerConfig(lr=1e-3)
     config.policy = policy.settings
-    main = ranks is None or ranks.main
-    metrics = Metrics(folder / "metrics.jsonl" if main else None)
-    model_folder = Path(policy.model.config._name_or_path)
-    return Session(config, folder, model_folder, policy, None, TaskSets([], [], []), None, metrics, Console(quiet=not main))  # type: ignore[arg-type]
+    return make_session(config, folder, policy)
 
 
 def weights(policy: Policy) -> list[torch.Tensor]:
@@ -298,7 +294,7 @@ def test_only_faults_are_found():
 
 def learns_on(ranks: Ranks, folder: Path, out: Path, algo: dict[str, Any], settings: PolicyConfig) -> tuple[Any, ...]:
     policy = Policy.load(folder, torch.device("cpu"), settings, ranks)
-    learner, before = Learner(session(policy, out, ranks, **algo), 0), [p.to_local().clone() for p in policy.parameters.values()]
+    learner, before = Learner(session(policy, out, **algo), 0), [p.to_local().clone() for p in policy.parameters.values()]
     numbers, _ = learner.learn(batch(), 12)
     still = all(torch.equal(a, p.to_local()) for a, p in zip(before, policy.parameters.values(), strict=True))
     learner.loss = None
