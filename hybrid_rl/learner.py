@@ -1,6 +1,7 @@
 """From a step's scored rollouts to optimizer steps: what each part of `algo` is given, and in which order.
 
-every model's log-probabilities → advantages → corrections → epochs × minibatches of selections, loss, aggregation, gradient, AdamW
+every model's log-probabilities → advantages → corrections → epochs × minibatches of selections, loss, aggregation,
+gradient, AdamW
 """
 
 from __future__ import annotations
@@ -35,7 +36,12 @@ from hybrid_rl.types import Rollout
 
 MEASURED = ("loss", "entropy", "mismatch_kl", "clip_fraction", "grad_norm")  # by an update: None in a step without one
 ESTIMATORS = {"k1": kl.k1, "k2": kl.k2, "k3": kl.k3}
-RECOMPUTED, REFERENCE, TEACHER, VALUE = "recomputed log-probability", "reference's log-probability", "teacher's log-probability", "value"
+RECOMPUTED, REFERENCE, TEACHER, VALUE = (
+    "recomputed log-probability",
+    "reference's log-probability",
+    "teacher's log-probability",
+    "value",
+)
 Numbers = dict[str, Any]  # an RL step's metrics: a float, or None if it was not measured; and why nothing was trained
 Advantages = dict[tuple[int, int], float]  # of (group id, index): the mean over the rollout's tokens
 
@@ -49,7 +55,8 @@ class Minibatch:
 
 
 class Learner:
-    """The parts and models that algo names, and the optimizer. All of it is collective: every rank is given the whole batch."""
+    """The parts and models that algo names, and the optimizer. All of it is collective: every rank is given the whole
+    batch."""
 
     def __init__(self, s: Session, start: int):
         algo, self.s = s.config.algo, s
@@ -62,13 +69,16 @@ class Learner:
         wanted = needs(algo.advantage)
         self.greedy = "greedy" in wanted
         a_step, self.warmup = algo.epochs * algo.minibatches, algo.critic.warmup_steps if "values" in wanted else 0
-        self.optimizer = make_optimizer(s.policy, s.config.rl.optimizer, max(0, s.config.rl.steps - self.warmup) * a_step)
+        self.optimizer = make_optimizer(
+            s.policy, s.config.rl.optimizer, max(0, s.config.rl.steps - self.warmup) * a_step
+        )
         self.reference = make_reference(s, start)
         self.teacher = make_teacher(s) if "teacher_logprobs" in wanted else None
         self.critic = make_critic(s, s.config.rl.steps * a_step) if "values" in wanted else None
 
     def park(self) -> None:
-        """What only the updates need makes room for the engine; the policy's own optimizer is the handover's to park. All comes back by itself."""
+        """What only the updates need makes room for the engine; the policy's own optimizer is the handover's to park.
+        All comes back by itself."""
         if self.critic:
             self.critic.park()
 
@@ -82,8 +92,8 @@ class Learner:
     def learn(self, batch: Batch, step: int) -> tuple[Numbers, Advantages]:
         """Take all updates of RL step number `step`, and note in `batch.trained` which rollouts they used.
 
-        Statistics are means over the updates, None if there was none; "nothing_trained" says then why, by the names of console.NOTHING.
-        Only the mismatch is from before the first update: after it the difference is learning.
+        Statistics are means over the updates, None if there was none; "nothing_trained" says then why, by the names of
+        console.NOTHING. Only the mismatch is from before the first update: after it the difference is learning.
         """
         algo = self.s.config.algo
         numbers: Numbers = dict.fromkeys((*MEASURED, *(["reference_kl"] if self.reference else [])))
@@ -104,7 +114,9 @@ class Learner:
             advantages = scored.to_tokens(advantages)
         corrections, kept, dropped = self._correct(scored)
         advantages, targets, corrections, kept = self._as_on_main(advantages, targets, corrections, kept)
-        columns |= {"advantage": advantages, "correction": corrections} | ({} if targets is None else {"target": targets})
+        columns |= {"advantage": advantages, "correction": corrections} | (
+            {} if targets is None else {"target": targets}
+        )
         if not finite(columns.values()):
             self.optimizer.skip(self._locate(columns, batch.rollouts))
             self._keep(BadBatch("scored", step, batch.groups, range(len(batch.rollouts)), columns))
@@ -113,10 +125,21 @@ class Learner:
         if scored.values is not None and targets is not None:
             numbers["explained_variance"] = _explained(scored.values[kept], targets[kept])
         objective = objective_of(algo, self.kl_coef)
-        given = Given(advantages, scored.old_logprobs, scored.behaviour_logprobs, scored.rollout, corrections, kept.float(), 1.0, reference)
+        given = Given(
+            advantages,
+            scored.old_logprobs,
+            scored.behaviour_logprobs,
+            scored.rollout,
+            corrections,
+            kept.float(),
+            1.0,
+            reference,
+        )
         results, log_ratios = [], []
         other_terms = objective.entropy_coef or (objective.kl_coef and reference is not None)
-        seen = set(given.rollout[kept if other_terms else kept & (corrections != 0)].tolist())  # the loss of at least one token is not 0
+        seen = set(
+            given.rollout[kept if other_terms else kept & (corrections != 0)].tolist()
+        )  # the loss of at least one token is not 0
         for epoch in range(algo.epochs):
             for position, minibatch in enumerate(minibatches):
                 members, own, chosen = self._select(minibatch, given, kept)
@@ -126,7 +149,12 @@ class Learner:
                 rollouts = [batch.rollouts[i] for i in members]
                 result: dict[str, float] = {}
                 bad = BadBatch(
-                    "policy", step, batch.groups, members, dict(_columns(own)), {"divisor": own.divisor, "kl_coef": self.kl_coef}
+                    "policy",
+                    step,
+                    batch.groups,
+                    members,
+                    dict(_columns(own)),
+                    {"divisor": own.divisor, "kl_coef": self.kl_coef},
                 )
                 if self.critic:
                     assert scored.values is not None
@@ -134,22 +162,30 @@ class Learner:
                     values, goals = scored.values[chosen], targets[chosen]
                     result |= self.critic.update(rollouts, values, goals, own, *self._rows)
                     if self.critic.optimizer.fault:
-                        self._keep(replace(bad, kind="critic", columns={**bad.columns, "values": values, "targets": goals}))
+                        self._keep(
+                            replace(bad, kind="critic", columns={**bad.columns, "values": values, "targets": goals})
+                        )
                 if step > self.warmup:
                     own, selected = self._observe(rollouts, own, kept[chosen])
-                    updated, ratios = update(self.s.policy, self.optimizer, rollouts, own, objective, self._temperature, *self._rows)
+                    updated, ratios = update(
+                        self.s.policy, self.optimizer, rollouts, own, objective, self._temperature, *self._rows
+                    )
                     if self.optimizer.fault:
                         self._keep(replace(bad, columns=dict(_columns(own))))
                     result |= selected | updated | {"skipped": updated["skipped"] + result.get("skipped", 0.0)}
                     log_ratios.append(ratios)
                 results.append(result)
                 if not result["skipped"] and (self.critic or result["grad_norm"]):
-                    batch.trained |= {(batch.rollouts[i].group_id, batch.rollouts[i].index) for i in members if i in seen}
+                    batch.trained |= {
+                        (batch.rollouts[i].group_id, batch.rollouts[i].index) for i in members if i in seen
+                    }
         self._check_weights(step)
         numbers |= _means(results) | {"trained": len(batch.trained)}
         if not batch.trained:
             numbers["nothing_trained"] = _why_nothing(numbers, scored, seen)
-        numbers |= {f"ratio_{name}": value for name, value in quantiles(torch.cat(log_ratios)).items()} if log_ratios else {}
+        numbers |= (
+            {f"ratio_{name}": value for name, value in quantiles(torch.cat(log_ratios)).items()} if log_ratios else {}
+        )
         if algo.old_logprobs == OldLogprobs.recomputed:
             numbers["mismatch_kl"] = float(mismatch_kl(scored.old_logprobs, scored.behaviour_logprobs).mean())
         if algo.kl.target:
@@ -160,7 +196,8 @@ class Learner:
         return numbers, {(r.group_id, r.index): a for r, a in zip(batch.rollouts, means, strict=True)}
 
     def _go_to(self, step: int, update: int = 0) -> None:
-        """Set both schedules to an update of a step. The learning rate follows the steps of the run, those without an update included."""
+        """Set both schedules to an update of a step. The learning rate follows the steps of the run, those without an
+        update included."""
         a_step = self.s.config.algo.epochs * self.s.config.algo.minibatches
         self.optimizer.steps = max(0, (step - 1 - self.warmup) * a_step + update)
         if self.critic:
@@ -175,7 +212,8 @@ class Learner:
         return self.s.config.rollout.temperature
 
     def _score(self, batch: Batch, minibatches: Sequence[Minibatch]) -> tuple[Scored, Tensor | None]:
-        """The batch's numbers from every model that has a say, before any of them moves; and the reference's log-probabilities."""
+        """The batch's numbers from every model that has a say, before any of them moves; and the reference's
+        log-probabilities."""
         algo, rollouts, device = self.s.config.algo, batch.rollouts, self.s.policy.device
 
         def of(role: Frozen | None) -> Tensor:
@@ -189,7 +227,10 @@ class Learner:
             group_sizes=[len(group.rollouts) for group in batch.groups],
             lengths=torch.tensor([r.sampled for r in rollouts], device=device),
             kept=~torch.tensor(cut, device=device),
-            parts={name: torch.tensor(column, dtype=torch.float32, device=device) for name, column in _parts(rollouts).items()},
+            parts={
+                name: torch.tensor(column, dtype=torch.float32, device=device)
+                for name, column in _parts(rollouts).items()
+            },
             behaviour_logprobs=behaviour,
             old_logprobs=of(None) if algo.old_logprobs == OldLogprobs.recomputed else behaviour,
         )
@@ -219,7 +260,8 @@ class Learner:
         return alone(fault, models[fault.what], rollouts) if fault.what in models else fault
 
     def _correct(self, scored: Scored) -> tuple[Tensor, Tensor, dict[str, float]]:
-        """Every correction together: weights multiply [N], and a token is kept [N] where all keep it; with what was dropped."""
+        """Every correction together: weights multiply [N], and a token is kept [N] where all keep it; with what was
+        dropped."""
         weights, kept = torch.ones_like(scored.old_logprobs), scored.to_tokens(scored.kept)
         numbers: dict[str, float] = {}
         for correct in self.corrections.values():
@@ -227,12 +269,16 @@ class Learner:
             weights, kept = weights * own, kept & keeps
         if self.corrections:
             dropped = (~kept | (weights == 0)) & scored.to_tokens(scored.kept)
-            numbers = {f"correction_{name}": value for name, value in quantiles(scored.old_logprobs - scored.behaviour_logprobs).items()}
+            numbers = {
+                f"correction_{name}": value
+                for name, value in quantiles(scored.old_logprobs - scored.behaviour_logprobs).items()
+            }
             numbers["dropped"] = float(dropped.float().mean())
         return weights, kept, numbers
 
     def _as_on_main(self, *columns: Any) -> Sequence[Any]:
-        """Rank 0's columns on every rank: a GPU's sums have no fixed order, and ranks that keep different rollouts would wait for ever."""
+        """Rank 0's columns on every rank: a GPU's sums have no fixed order, and ranks that keep different rollouts
+        would wait for ever."""
         ranks, device = self.s.policy.ranks, self.s.policy.device
         if ranks.world == 1:
             return columns
@@ -240,11 +286,16 @@ class Learner:
         return [None if c is None else c.to(device) for c in same]
 
     def _keep(self, bad: BadBatch) -> None:
-        """Name the fault of the step that was just skipped and keep its batch. Raises TrainingDiverged where there were too many in a row."""
+        """Name the fault of the step that was just skipped and keep its batch. Raises TrainingDiverged where there were
+        too many in a row."""
         optimizer, model, folder = self.optimizer, self.s.policy, self.s.model_folder
         if bad.kind == "critic":
             assert self.critic is not None
-            optimizer, model, folder = self.critic.optimizer, self.critic.model, Path(self.s.config.algo.critic.path or folder)
+            optimizer, model, folder = (
+                self.critic.optimizer,
+                self.critic.model,
+                Path(self.s.config.algo.critic.path or folder),
+            )
         assert optimizer.fault is not None
         bad = replace(bad, facts={**bad.facts, "scale": optimizer.scale})
         bad_batches = BadBatches(self.s.folder, self.s.config, self.s.progress, self.s.console.say)
@@ -252,7 +303,8 @@ class Learner:
         optimizer.check()
 
     def _check_weights(self, step: int) -> None:
-        """Raises TrainingDiverged where a weight is not finite, which no skipped step could mend: before it reaches engine or checkpoint."""
+        """Raises TrainingDiverged where a weight is not finite, which no skipped step could mend: before it reaches
+        engine or checkpoint."""
         for what, model in (("policy", self.s.policy), *([("critic", self.critic.model)] if self.critic else [])):
             if name := broken_weight(model):
                 raise TrainingDiverged(
@@ -261,11 +313,14 @@ class Learner:
                 )
 
     def _select(self, minibatch: Minibatch, given: Given, kept: Tensor) -> tuple[list[int], Given, Tensor]:
-        """The minibatch's rollouts of which the loss sees something, what is given of their tokens, and which those are [N] bool."""
+        """The minibatch's rollouts of which the loss sees something, what is given of their tokens, and which those are
+        [N] bool."""
         last = minibatch.first + len(minibatch.rollouts)
         alive = set(given.rollout[kept].tolist())
         numbers = [i for i in range(minibatch.first, last) if i in alive]
-        inside = (given.rollout >= minibatch.first) & (given.rollout < last)  # dropped rollouts too: a divisor may count them
+        inside = (given.rollout >= minibatch.first) & (
+            given.rollout < last
+        )  # dropped rollouts too: a divisor may count them
         weights = torch.zeros_like(given.weights)
         weights[inside], divisor = self.aggregate(kept[inside], given.rollout[inside], self.s.config.rollout.max_tokens)
         chosen = torch.isin(given.rollout, torch.tensor(numbers, dtype=torch.int64, device=kept.device))
@@ -273,7 +328,8 @@ class Learner:
         return numbers, replace(given, **columns, divisor=divisor), chosen
 
     def _observe(self, rollouts: Sequence[Rollout], given: Given, kept: Tensor) -> tuple[Given, dict[str, float]]:
-        """What selections and the loss's look find in the minibatch as the policy is now, before its rows; and the share that is selected."""
+        """What selections and the loss's look find in the minibatch as the policy is now, before its rows; and the
+        share that is selected."""
         if not self.selections and not self.look:
             return given, {}
         logprobs, entropy = observe(self.s.policy, rollouts, self._temperature, *self._rows)
@@ -338,7 +394,16 @@ def _pair(result: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None
 
 
 def _columns(given: Given) -> Iterator[tuple[str, Tensor]]:
-    names = ("advantages", "old_logprobs", "behaviour_logprobs", "rollout", "corrections", "weights", "reference_logprobs", "look")
+    names = (
+        "advantages",
+        "old_logprobs",
+        "behaviour_logprobs",
+        "rollout",
+        "corrections",
+        "weights",
+        "reference_logprobs",
+        "look",
+    )
     return ((name, column) for name in names if (column := getattr(given, name)) is not None)
 
 
@@ -355,6 +420,7 @@ def _means(results: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def _explained(values: Tensor, targets: Tensor) -> float:
-    """The share of the targets' variance that the values account for: 1 − Var(R − V) / Var(R); 0 where nothing varies."""
+    """The share of the targets' variance that the values account for: 1 − Var(R − V) / Var(R); 0 where nothing
+    varies."""
     spread = float(targets.var()) if len(targets) > 1 else 0.0
     return 1 - float((targets - values).var()) / spread if spread > 0 else 0.0

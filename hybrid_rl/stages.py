@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from hybrid_rl.algo.declared import PartError, removed_signal
 from hybrid_rl.build import Start, build
-from hybrid_rl.config import Config, EngineKind, ExportDtype
+from hybrid_rl.config import Config, EngineKind, ExportDtype, only_evaluates
 from hybrid_rl.data import DataError
 from hybrid_rl.deterministic import make_deterministic
 from hybrid_rl.engine.base import EngineError
@@ -143,7 +143,7 @@ def _let_go(s: Session) -> None:
 
 def _stages(s: Session) -> None:
     """Evaluate, warm up, evaluate, train with RL, evaluate; a resumed run starts in the stage its checkpoint is of."""
-    if _only_evaluates(s.config):
+    if only_evaluates(s.config):
         s.console.heading("Evaluation")
         _evaluate(s, "model")
         return
@@ -177,11 +177,6 @@ def _stages(s: Session) -> None:
         _evaluate(s, "rl", s.config.rl.steps)
     if number := s.stop_asked():
         s.stop(number, "all steps are done and saved, the last evaluation and the export are left")
-
-
-def _only_evaluates(config: Config) -> bool:
-    """Whether the run trains nothing: the model is what it was before, so there is nothing to save or to export."""
-    return not config.sft.steps and not config.rl.steps
 
 
 def _evaluate(s: Session, name: str, step: int = 0) -> None:
@@ -226,7 +221,7 @@ def _introduce(s: Session, notes: list[str]) -> None:
 
 def _finish(s: Session) -> None:
     """Export the model, write summary and report, say where they lie. The summary comes last: it marks a finished run."""
-    if not _only_evaluates(s.config):
+    if not only_evaluates(s.config):
         with s.progress.clock.timed("export"):
             _export(s)
     if s.policy.ranks.main and s.progress.best:  # the last evaluation may have found a better one than was kept
@@ -246,7 +241,7 @@ def _finish(s: Session) -> None:
         say(f"best:    {s.saver.folder / str(s.saver.best)}, reward {progress.best['reward']:.3f}")
     say(f"report:  {report}")
     say(f"samples: {s.folder / 'samples.md'}")
-    if _only_evaluates(s.config):
+    if only_evaluates(s.config):
         return
     say(f"model:   {s.folder / 'final'}")
     if s.config.policy.lora.rank:
@@ -254,7 +249,7 @@ def _finish(s: Session) -> None:
 
 
 def _summary(s: Session) -> dict[str, object]:
-    names = ("model",) if _only_evaluates(s.config) else ("base", "sft", "rl")
+    names = ("model",) if only_evaluates(s.config) else ("base", "sft", "rl")
     best, stats = s.progress.best, s.turn.engine.stats
     return {
         "name": s.config.name,

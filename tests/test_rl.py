@@ -90,7 +90,9 @@ def test_the_order_of_a_steps_phases(policy, tmp_path, monkeypatch):
         [c.format(0) for c in (*hand_over, *train)],
         [c.format(1) for c in (*hand_over, *evaluation, *train)],
     )
-    assert [call for call in s.turn.engine.calls if call] == first + second[:-1]  # the last update is seen by nobody yet
+    assert [call for call in s.turn.engine.calls if call] == first + second[
+        :-1
+    ]  # the last update is seen by nobody yet
     assert (s.turn.engine.version, s.progress.version) == (1, 2)
 
 

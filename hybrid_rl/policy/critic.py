@@ -1,4 +1,5 @@
-"""The critic: a causal LM whose head gives one number a token, the return that is expected before the token is sampled (PPO's V)."""
+"""The critic: a causal LM whose head gives one number a token, the return that is expected before the token is sampled
+(PPO's V)."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from hybrid_rl.types import PackedBatch, Rollout
 
 
 class ValueModel(Policy):
-    """Loaded, sharded and computed like a policy, all weights trained; its head is one row of zeros, so that every value begins as 0."""
+    """Loaded, sharded and computed like a policy, all weights trained; its head is one row of zeros, so that every
+    value begins as 0."""
 
     def _adapt(self, model: PreTrainedModel) -> PreTrainedModel:
         old = model.get_output_embeddings().weight
@@ -35,12 +37,14 @@ class ValueModel(Policy):
         return model
 
     def values(self, row: PackedBatch) -> Tensor:
-        """V, [M] float32, of the states in which the row's tokens were sampled. Half precision has too few digits for the product's sum."""
+        """V, [M] float32, of the states in which the row's tokens were sampled. Half precision has too few digits for
+        the product's sum."""
         return self._scored(row, lambda hidden, head, targets: linear(hidden.float(), head.weight.float()).sum(-1))
 
     @torch.no_grad()
     def begin_as(self, policy: Policy) -> None:
-        """Take over the policy's weights, adapters merged, all but its head. Both lie in the same shards. Collective."""
+        """Take over the policy's weights, adapters merged, all but its head. Both lie in the same shards.
+        Collective."""
         head = self.model.get_output_embeddings().weight
         for name, _, rows in lora.merged(policy.parameters, policy.model):
             ours = self.parameters.get(name)
@@ -48,7 +52,8 @@ class ValueModel(Policy):
                 local(ours).copy_(rows)
 
     def park(self) -> None:
-        """The weights to host memory: on a GPU always, on the CPU where policy.offload says so, but not on one rank (see Frozen.park)."""
+        """The weights to host memory: on a GPU always, on the CPU where policy.offload says so, but not on one rank
+        (see Frozen.park)."""
         wanted = self.device.type != "cpu" or (self.settings.offload == Offload.all and self.ranks.world > 1)
         if wanted and self._parked is None:
             self._parked = Parked(local(p) for p in self.parameters.values())
@@ -56,7 +61,8 @@ class ValueModel(Policy):
 
 @dataclass(slots=True)
 class Critic:
-    """A value model and its optimizer, `clip` as `value_loss` has it. What is parked comes back by itself when it is needed."""
+    """A value model and its optimizer, `clip` as `value_loss` has it. What is parked comes back by itself when it is
+    needed."""
 
     model: ValueModel
     optimizer: Optimizer
@@ -78,10 +84,12 @@ class Critic:
     def update(
         self, rollouts: Sequence[Rollout], values: Tensor, targets: Tensor, given: Given, layout: Layout, row_tokens: int
     ) -> dict[str, float]:  # fmt: skip
-        """One optimizer step towards `targets` [N], away from `values` [N], the predictions that the targets were made with.
+        """One optimizer step towards `targets` [N], away from `values` [N], the predictions that the targets were made
+        with.
 
-        `given` weights tokens as it does in the policy's loss; nothing depends on rows or ranks. Skipped, and `optimizer.fault` set,
-        where a number is not finite. Collective: every rank is given the whole batch, and all return the same numbers.
+        `given` weights tokens as it does in the policy's loss; nothing depends on rows or ranks. Skipped, and
+        `optimizer.fault` set, where a number is not finite. Collective: every rank is given the whole batch, and all
+        return the same numbers.
         """
         losses, clips = self.accumulate(rollouts, values, targets, given, layout, row_tokens)
         fault = None if finite([losses]) else find({"value loss": losses}, rollouts)
@@ -96,9 +104,16 @@ class Critic:
         }
 
     def accumulate(
-        self, rollouts: Sequence[Rollout], values: Tensor, targets: Tensor, given: Given, layout: Layout, row_tokens: int
+        self,
+        rollouts: Sequence[Rollout],
+        values: Tensor,
+        targets: Tensor,
+        given: Given,
+        layout: Layout,
+        row_tokens: int,
     ) -> tuple[Tensor, float]:
-        """Forward and backward over all rows; returns the weighted loss of every token, [N] float32, and how many were clipped. Collective."""
+        """Forward and backward over all rows; returns the weighted loss of every token, [N] float32, and how many were
+        clipped. Collective."""
         self.unpark()
         model = self.model
         token_losses, clips = torch.zeros(len(values), device=model.device), torch.zeros((), device=model.device)
@@ -124,10 +139,12 @@ class Critic:
 
 
 def value_loss(values: Tensor, old: Tensor, targets: Tensor, clip: float) -> tuple[Tensor, Tensor]:
-    """½ max((V − R)², (clamp(V, V_old ± clip) − R)²), and whether the clamp keeps the token from having a gradient; [M] each.
+    """½ max((V − R)², (clamp(V, V_old ± clip) − R)²), and whether the clamp keeps the token from having a gradient; [M]
+    each.
 
-    PPO2's (github.com/openai/baselines, ppo2/model.py): a step stops counting once it has moved V by `clip` towards R. 0: ½ (V − R)².
-    V_old = 0, clip = 0.2, R = 1: V = 0.1 → 0.405; V = 0.5 → 0.32, clipped; V = −0.5 → 1.125, not clipped, for it moved away.
+    PPO2's (github.com/openai/baselines, ppo2/model.py): a step stops counting once it has moved V by `clip` towards R.
+    0: ½ (V − R)². V_old = 0, clip = 0.2, R = 1: V = 0.1 → 0.405; V = 0.5 → 0.32, clipped; V = −0.5 → 1.125, not
+    clipped, for it moved away.
     """
     losses = (values - targets).square()
     if not clip:

@@ -27,7 +27,8 @@ LOGPROB = "log-probability"
 
 @dataclass(slots=True)
 class Objective:
-    """The loss of a token and what is added to it: kl_coef · kl(π, reference) if there is a reference, −entropy_coef · entropy."""
+    """The loss of a token and what is added to it: kl_coef · kl(π, reference) if there is a reference, −entropy_coef ·
+    entropy."""
 
     loss: Loss
     kl: Distance = k3
@@ -38,15 +39,16 @@ class Objective:
 
 @dataclass(slots=True)
 class Pass:
-    """What forward and backward over all rows gave: means over the N sampled tokens, and of every token its loss [N], as this
-    rank computed it, and log π_θ − log π_old [N]."""
+    """What forward and backward over all rows gave: means over the N sampled tokens, and of every token its loss [N],
+    as this rank computed it, and log π_θ − log π_old [N]."""
 
     means: dict[str, float]
     losses: Tensor
     log_ratios: Tensor
 
     def fault(self, rollouts: Sequence[Rollout], ranks: Ranks) -> Fault | None:
-        """The first log-probability or loss that is not finite; None where all are. Collective, and the same on every rank."""
+        """The first log-probability or loss that is not finite; None where all are. Collective, and the same on every
+        rank."""
         if math.isfinite(self.means["loss"]) and finite([self.log_ratios]):
             return None
         found = find({LOGPROB: self.log_ratios, "loss": ranks.sum(self.losses)}, rollouts)
@@ -57,18 +59,24 @@ def update(
     policy: Policy, optimizer: Optimizer, rollouts: Sequence[Rollout], given: Given, objective: Objective,
     temperature: float, layout: Layout, row_tokens: int,
 ) -> tuple[dict[str, float], Tensor]:  # fmt: skip
-    """One optimizer step on the rollouts; returns its statistics, means over their N sampled tokens, and log π_θ − log π_old [N] before it.
+    """One optimizer step on the rollouts; returns its statistics, means over their N sampled tokens, and log π_θ − log
+    π_old [N] before it.
 
-    `given` weights every token's loss for the whole batch, so the gradient does not depend on how rollouts are split into
-    rows, or over ranks. Where a log-probability, a loss or the gradient is not finite the step is skipped, and `optimizer.fault`
-    names it. Collective: every rank is given the whole batch, and all return the same numbers.
+    `given` weights every token's loss for the whole batch, so the gradient does not depend on how rollouts are split
+    into rows, or over ranks. Where a log-probability, a loss or the gradient is not finite the step is skipped, and
+    `optimizer.fault` names it. Collective: every rank is given the whole batch, and all return the same numbers.
     """
     done = accumulate(policy, optimizer.scale, rollouts, given, objective, temperature, layout, row_tokens)
     fault = done.fault(rollouts, policy.ranks)
     if fault and fault.what == LOGPROB:
         fault = alone(fault, lambda r: score(policy, r, temperature, layout, row_tokens), rollouts)
     result = optimizer.skip(fault) if fault else optimizer.step()
-    return {**done.means, "grad_norm": result.grad_norm, "lr": result.lr, "skipped": float(result.skipped)}, done.log_ratios
+    return {
+        **done.means,
+        "grad_norm": result.grad_norm,
+        "lr": result.lr,
+        "skipped": float(result.skipped),
+    }, done.log_ratios
 
 
 def accumulate(
@@ -120,7 +128,8 @@ def score(policy: Policy, rollouts: Sequence[Rollout], temperature: float, layou
 def observe(
     policy: Policy, rollouts: Sequence[Rollout], temperature: float, layout: Layout, row_tokens: int
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """log π of all N sampled tokens, and the distributions' entropies, [N] float32 both, in rollout order; the same on every rank. Collective."""
+    """log π of all N sampled tokens, and the distributions' entropies, [N] float32 both, in rollout order; the same on
+    every rank. Collective."""
     found = torch.zeros(2, len(sampled_tokens(rollouts, policy.device)), device=policy.device)
     for row in pack(rollouts, layout, row_tokens, policy.ranks):
         row = row.to(policy.device)
@@ -134,21 +143,27 @@ def observe(
 def imitate(
     policy: Policy, optimizer: Optimizer, demonstrations: Sequence[Rollout], label_smoothing: float, layout: Layout, row_tokens: int
 ) -> dict[str, float]:  # fmt: skip
-    """Supervised step: cross-entropy averaged over all answer tokens of the demonstrations. Skipped, and `optimizer.fault` set, where a
-    number is not finite."""
+    """Supervised step: cross-entropy averaged over all answer tokens of the demonstrations. Skipped, and
+    `optimizer.fault` set, where a number is not finite."""
     losses = demonstrate(policy, optimizer.scale, demonstrations, label_smoothing, layout, row_tokens)
     fault = None if finite([losses]) else find({"loss": losses}, demonstrations)
     if fault:
         fault = alone(fault, lambda r: score(policy, r, 1.0, layout, row_tokens), demonstrations)
     result = optimizer.skip(fault) if fault else optimizer.step()
-    numbers = {"loss": float(losses.mean()), "grad_norm": result.grad_norm, "lr": result.lr, "tokens": float(len(losses))}
+    numbers = {
+        "loss": float(losses.mean()),
+        "grad_norm": result.grad_norm,
+        "lr": result.lr,
+        "tokens": float(len(losses)),
+    }
     return numbers | {"skipped": float(result.skipped)}
 
 
 def demonstrate(
     policy: Policy, scale: float, demonstrations: Sequence[Rollout], label_smoothing: float, layout: Layout, row_tokens: int
 ) -> Tensor:  # fmt: skip
-    """Forward and backward over all rows; returns the loss of every answer token, [N] float32, the same on every rank. Collective."""
+    """Forward and backward over all rows; returns the loss of every answer token, [N] float32, the same on every rank.
+    Collective."""
     losses = torch.zeros(sum(rollout.sampled for rollout in demonstrations), device=policy.device)
     for row in pack(demonstrations, layout, row_tokens, policy.ranks):
         row = row.to(policy.device)

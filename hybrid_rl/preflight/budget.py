@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hybrid_rl.algo.declared import needs
 from hybrid_rl.attention.attend import configured_windows
-from hybrid_rl.config import Config, EngineKind, Offload, Reference
+from hybrid_rl.config import Config, EngineKind, Offload, Reference, only_evaluates
 from hybrid_rl.engine.make import choose_engine
 from hybrid_rl.machine import free_memory
 from hybrid_rl.model_folder.read import ModelError, check_stored, empty_model, read_config, reason
@@ -120,6 +120,8 @@ def check_room(config: Config, sizes: Sizes, device: torch.device, ranks: Ranks,
 
 def disk_bytes(config: Config, sizes: Sizes) -> int:
     """Of the most checkpoints that lie there at a time, float32 with moments, the frozen reference and the exported models; without rollouts."""
+    if only_evaluates(config):
+        return 4 * sizes.parameters * (config.model.path is None)
     rl, sft, trained = config.rl, config.sft, sizes.trainable + sizes.beside.get("critic", 0)
     kept = rl.keep_checkpoints + 1  # an old one goes when the next is complete
     in_sft = math.ceil(sft.steps / sft.checkpoint_every) if sft.checkpoint_every else 0

@@ -77,6 +77,9 @@ def check_names(overrides: Sequence[Override], folders: Sequence[Path]) -> None:
 
 
 ALL_KEYS = "all of them: hybrid_rl/config.py, or --cfg job"
+PACKAGE = Path(__file__).parents[1]
+# In a checkout conf/ lies beside the package; an installed wheel carries it inside.
+CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"
 PARTS = ("algo.advantage", "algo.loss", "algo.aggregation")
 OPEN = (
     "data",

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from hybrid_rl.config import Config
 from hybrid_rl.data import TaskSets
 from hybrid_rl.machine import versions
-from hybrid_rl.preflight.settings import file_of
+from hybrid_rl.preflight.targets import file_of
 from hybrid_rl.run_folder import checkpoint
 from hybrid_rl.run_folder.checkpoint import Checkpoint, CheckpointError
 from hybrid_rl.run_folder.files import Unreadable, read_yaml

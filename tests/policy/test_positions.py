@@ -25,7 +25,8 @@ GAE = {"_target_": "hybrid_rl.algo.gae.advantages"}
 
 # name → tokens that the run may have and the reason that more are refused
 HARD = {
-    "gpt2": (32, r"has no position beyond 32 tokens \(learned embeddings, max_position_embeddings\)"),
+    "gpt2": (32, r"has no position beyond 32 tokens \(a table of positions, max_position_embeddings\)"),
+    "gptj": (32, r"has no position beyond 32 tokens"),
     "opt": (32, r"has no position beyond 32 tokens"),
     "phi3_longrope": (16, r"longest sample has more than 16 tokens \(rope_type longrope, original_max_position_embeddings\)"),
     "llama_dynamic": (16, r"longest sample has more than 16 tokens \(rope_type dynamic, max_position_embeddings\)"),
@@ -50,7 +51,7 @@ def test_the_longest_sample_must_not_cross_the_limit(folder_of, name: str) -> No
         check_lengths(of_length(folder, limit), sizes, limit + 1)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "opt", "phi3_longrope", "llama_dynamic"])
+@pytest.mark.parametrize("name", ["gpt2", "opt", "gptj", "phi3_longrope", "llama_dynamic"])
 def test_samples_up_to_the_limit_are_computed_as_plain_transformers_does(folder_of, reference_of, name: str) -> None:
     limit = HARD[name][0]
     policy = Policy.load(folder_of(name), CPU)

@@ -130,7 +130,10 @@ def test_two_thousand_steps(tmp_path: Path, record_property: Callable[[str, obje
     use, times = Use(), array("d")  # type: ignore[var-annotated]
     scorer = Scorer({"_target_": "tests.rewards.hash_of_answer"}, 1, 30)
     try:
-        engine, lines = LocalEngine(policy.sampler, policy.end_ids(), 4, 42), Lines(tmp_path / "metrics.jsonl", use, times)
+        engine, lines = (
+            LocalEngine(policy.sampler, policy.end_ids(), 4, 42),
+            Lines(tmp_path / "metrics.jsonl", use, times),
+        )
         sets = TaskSets([], tasks[2:], tasks[:2])
         s = make_session(config, tmp_path, policy, engine, sets, scorer, metrics=lines, quiet=True)
         train_rl(s)
