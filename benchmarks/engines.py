@@ -28,7 +28,7 @@ from hybrid_rl.engine.base import KV_CACHE, WEIGHTS, Completion, Request, Sampli
 from hybrid_rl.engine.make import make_engine
 from hybrid_rl.handover import hand_over, take_back
 from hybrid_rl.policy import tiny
-from hybrid_rl.policy.layout import choose_layout, sampled_tokens
+from hybrid_rl.policy.layout import sampled_tokens
 from hybrid_rl.policy.model import Policy, pick_device
 from hybrid_rl.policy.update import score
 from hybrid_rl.types import Rollout
@@ -58,7 +58,7 @@ def mismatch(policy: Policy, asked: list[Request], completions: list[Completion]
         rollout = Rollout("t", c.id // SIZE, c.id % SIZE, c.id, list(asked[c.id].prompt_ids))
         rollout.add_sampled(c.token_ids, c.logprobs, c.versions)
         rollouts.append(rollout)
-    own = score(policy, rollouts, 1.0, choose_layout(Config().policy.layout, policy.device), 2048)
+    own = score(policy, rollouts, 1.0)
     return float(mismatch_kl(own, sampled_tokens(rollouts, policy.device).behaviour_logprobs).mean())
 
 

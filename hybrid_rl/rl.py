@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from hybrid_rl.evaluate import evaluate
 from hybrid_rl.handover import take_back
-from hybrid_rl.learner import Learner
+from hybrid_rl.learner import make_learner
 from hybrid_rl.report.console import NOTHING, step_line
 from hybrid_rl.report.phases import Phases
 from hybrid_rl.report.step_metrics import Alarms, phase_metrics, prompt_metrics, rollout_metrics
@@ -26,7 +26,7 @@ def train_rl(s: Session) -> None:
     """
     config, policy, engine = s.config.rl, s.policy, s.engine
     start = s.resumed_step("rl")
-    learner, alarms = Learner(s, start), Alarms()
+    learner, alarms = make_learner(s, start), Alarms()
     optimizer = learner.optimizer
     collector = Collector(
         engine, s.tasks.rl, policy.tokenizer, s.scorer, s.config.rollout, s.config.seed, s.ranks, s.config.algo, learner.greedy,

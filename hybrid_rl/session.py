@@ -24,7 +24,6 @@ from hybrid_rl.engine.make import choose_engine
 from hybrid_rl.handover import hand_over
 from hybrid_rl.machine import versions
 from hybrid_rl.policy.critic import Critic
-from hybrid_rl.policy.layout import Layout, choose_layout
 from hybrid_rl.policy.model import Policy
 from hybrid_rl.policy.offload import release_cached
 from hybrid_rl.policy.optimizer import Optimizer
@@ -70,10 +69,6 @@ class Session:
     @property
     def engine_kind(self) -> EngineKind:
         return choose_engine(self.config.engine.kind, self.policy.device)
-
-    @property
-    def layout(self) -> Layout:
-        return choose_layout(self.config.policy.layout, self.policy.device)
 
     def hand_over(self, optimizer: Optimizer | None = None, verify: bool = False) -> None:
         """The policy's weights to the engine, which is awake then; to a new one where it turns out to be dead. Collective."""

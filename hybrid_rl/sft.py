@@ -34,16 +34,12 @@ def train_sft(s: Session) -> None:
         for step in range(start + 1, config.steps + 1):
             s.seed_step("sft", step)
             batch = curriculum.draw(config.batch_size, step)
-            window.append(imitate(policy, optimizer, batch, config.label_smoothing, s.layout, s.config.policy.row_tokens))
-            if optimizer.fault:
-                keep(
-                    s,
-                    BadBatch("sft", step, as_groups(batch), range(len(batch)), {}, {"scale": optimizer.scale}),
-                    optimizer.fault,
-                    policy,
-                    s.model_folder,
-                )
-                optimizer.check()
+            done = imitate(policy, optimizer, batch, config.label_smoothing)
+            window.append(done.numbers)
+            if done.fault:
+                facts = {"scale": optimizer.scale}
+                keep(s, BadBatch("sft", step, as_groups(batch), range(len(batch)), {}, facts), done.fault, policy)
+                optimizer.check(done.fault)
             advance(note=f"loss {window[-1]['loss']:.3f}")
             if step % LOG_EVERY == 0 or step == config.steps:
                 values = {

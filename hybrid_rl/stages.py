@@ -229,7 +229,7 @@ def _introduce(s: Session, notes: list[str]) -> None:
     say(f"machine: {here['cpu']}, {here['cores']} cores, {here['memory_gib']:.0f} GiB; {here['gpu'] or 'no GPU'}")
     say(
         f"chosen:  {s.ranks.world} rank{'s' * (s.ranks.world > 1)} on {s.policy.device.type}, {torch.get_num_threads()} thread(s) each, "
-        f"engine {s.engine_kind.value} ({ENGINES[s.engine_kind]}), layout {s.layout}, compute {str(s.policy.dtype).removeprefix('torch.')}"
+        f"engine {s.engine_kind.value} ({ENGINES[s.engine_kind]}), layout {s.policy.layout}, compute {str(s.policy.dtype).removeprefix('torch.')}"
     )
     trained = sum(p.numel() for p in s.policy.trainable.values())
     adapters = f", of which {trained:,} are trained (LoRA adapters of rank {config.policy.lora.rank})" if config.policy.lora.rank else ""

@@ -28,12 +28,14 @@ from hybrid_rl.model_folder.read import (
 )
 from hybrid_rl.model_folder.tokenizer import end_ids, read_tokenizer
 from hybrid_rl.policy import lora
+from hybrid_rl.policy.layout import Layout, choose_layout, pack
 from hybrid_rl.policy.logprobs import logits_of, token_cross_entropy, token_logprobs
-from hybrid_rl.policy.offload import Parked
+from hybrid_rl.policy.offload import Offloaded
 from hybrid_rl.policy.positions import limits
 from hybrid_rl.policy.sharding import Gathering, local, make_mesh, scatter, shard
+from hybrid_rl.processes import hangs
 from hybrid_rl.processes.ranks import Ranks
-from hybrid_rl.types import PackedBatch
+from hybrid_rl.types import PackedBatch, Rollout
 
 LOGIT_CHUNK_ELEMENTS = 64 * 2**20  # logits held at a time: 256 MiB of float32
 DTYPES = {Precision.float32: torch.float32, Precision.bfloat16: torch.bfloat16, Precision.float16: torch.float16}
@@ -54,7 +56,7 @@ class _Scored(nn.Module):
         return per_token(hidden[0, row.predict_at], self.model.get_output_embeddings(), row.targets)
 
 
-class Policy:
+class Policy(Offloaded):
     """Float32 parameters; `dtype` is what forward and backward compute in.
 
     On one rank in float32 `model` is a plain module. Otherwise its parameters are FSDP2 shards, and `sampler` is a second,
@@ -92,7 +94,6 @@ class Policy:
         self.vocabulary = self.model.get_output_embeddings().weight.shape[0]
         self.chunk = max(1, LOGIT_CHUNK_ELEMENTS // self.vocabulary)
         self._lent: list[tuple[nn.Module, str, Tensor]] = []  # of the sampler: module, attribute, the empty parameter that belongs there
-        self._parked: Parked | None = None
 
     @classmethod
     def load(
@@ -147,6 +148,17 @@ class Policy:
 
     # ---- training --------------------------------------------------------------------------------------------------------
 
+    @property
+    def layout(self) -> Layout:
+        """How samples lie in rows."""
+        return choose_layout(self.settings.layout, self.device)
+
+    def rows(self, rollouts: Sequence[Rollout]) -> Iterator[PackedBatch]:
+        """Yield this rank's rows of the rollouts, on the device; every rank yields as many. The one walk over a batch."""
+        for row in pack(rollouts, self.layout, self.settings.row_tokens, self.ranks):
+            yield row.to(self.device)
+            hangs.progress()
+
     def logprobs(self, row: PackedBatch, temperature: float, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         """log π and entropy, [M] float32, of the row's sampled tokens, at the sampling temperature."""
         return self._scored(
@@ -165,6 +177,11 @@ class Policy:
 
     def parameter_count(self) -> int:
         return sum(p.numel() for p in self.parameters.values())
+
+    @property
+    def folder(self) -> Path:
+        """The folder that it was loaded from."""
+        return Path(self.config._name_or_path)
 
     def end_ids(self) -> frozenset[int]:
         """Return every token that ends a completion."""
@@ -196,15 +213,12 @@ class Policy:
             raise RuntimeError(f"{held} of {freed} bytes of unsharded parameters are still in memory after resharding")
         return freed
 
-    def park(self) -> None:
-        """Move the shards to host memory, where policy.offload says so; not on one rank, whose engine samples from these very parameters."""
-        if self.settings.offload == Offload.all and self._units and self._parked is None:
-            self._parked = Parked(local(p) for p in self.parameters.values())
+    def waits(self) -> bool:
+        """Whether the shards go to host memory: not on one rank, whose engine samples from these very parameters."""
+        return self.settings.offload == Offload.all and bool(self._units)
 
-    def unpark(self) -> None:
-        if self._parked is not None:
-            self._parked.bring_back()
-            self._parked = None
+    def waiting(self) -> Iterator[Tensor]:
+        return (local(p) for p in self.parameters.values())
 
     def buckets(self, dtype: torch.dtype, size: int, merged: bool = True) -> Iterator[dict[str, Tensor]]:
         """All weights whole in buckets of about `size` bytes of `dtype`; valid until the next is asked for. Collective.
@@ -234,6 +248,14 @@ class Policy:
         """Copies of whole weights in rank 0's host memory; nothing on the other ranks."""
         items = (item for bucket in buckets for item in bucket.items())
         return {name: t.detach().to("cpu", copy=True) for name, t in items if self.ranks.main and wanted(name)}
+
+
+class SideModel(Policy):
+    """A model of its own beside the policy, which waits in host memory while idle."""
+
+    def waits(self) -> bool:
+        """Always on a GPU; on the CPU if policy.offload says so, but not on one rank, whose parameters lie in a mapped file."""
+        return self.device.type != "cpu" or (self.settings.offload == Offload.all and self.ranks.world > 1)
 
 
 def _read(folder: str | Path, row_tokens: int) -> PreTrainedModel:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -44,11 +43,12 @@ class BadBatch:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-def keep(s: Session, bad: BadBatch, fault: Fault, model: Policy, folder: Path) -> None:
+def keep(s: Session, bad: BadBatch, fault: Fault, model: Policy) -> None:
     """Name the fault on the console, and write the batch unless the run has already kept enough. Collective.
 
-    `model` is the one whose numbers they are, begun as the one in `folder`.
+    `model` is the one whose numbers they are.
     """
+    folder = model.folder
     fault = agreed(s.ranks, fault)
     name = f"{'sft' if bad.kind == 'sft' else 'step'}_{bad.step:06d}"
     root = s.folder / "bad"
@@ -66,7 +66,7 @@ def keep(s: Session, bad: BadBatch, fault: Fault, model: Policy, folder: Path) -
         inside = folder.resolve().is_relative_to(s.folder.resolve())
         facts = {
             "kind": bad.kind, "step": bad.step, "version": s.version, "fault": {**asdict(fault), "value": str(fault.value)},
-            "chosen": list(bad.chosen), "columns": list(columns), "layout": s.layout, "ranks": s.ranks.world,
+            "chosen": list(bad.chosen), "columns": list(columns), "layout": model.layout, "ranks": s.ranks.world,
             "model": str(folder.resolve().relative_to(s.folder.resolve()) if inside else folder.resolve()),
             "checkpoint": last[-1].name if last else None, **bad.facts,
         }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -39,36 +40,38 @@ from hybrid_rl.run_folder.checkpoint import CheckpointError
 from hybrid_rl.run_folder.metrics import Metrics
 from hybrid_rl.session import Session
 from hybrid_rl.types import Task
-from tests.policy.test_critic import CLIP, CPU, GAE, critic_of, every_rank, facts, same, stand_in, whole
+from tests.policy.test_critic import CLIP, CPU, GAE, critic_of, every_rank, facts, same, whole
 from tests.policy.test_sharding import ADVANTAGES, rollouts
 from tests.ranks import on_ranks
-from tests.updates import update
+from tests.updates import rows_of, update
+
+ROWS = rows_of(row_tokens=60)
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
 def save_trained(ranks: Ranks, folder: Path, root: Path, updates: int) -> tuple[dict, dict, Tensor]:
-    policy, critic, batch = Policy.load(folder, CPU, PolicyConfig(), ranks), critic_of(folder, None, ranks), rollouts()
+    policy, critic, batch = Policy.load(folder, CPU, ROWS, ranks), critic_of(folder, ROWS, ranks), rollouts()
     optimizer = Optimizer(policy.trainable, OptimizerConfig(lr=1e-2), 2, 3)
-    update(policy, optimizer, batch, ADVANTAGES, ppo_loss, 1.0, "trees", 60)
+    update(policy, optimizer, batch, ADVANTAGES, ppo_loss)
     for _ in range(updates):
-        critic.update(batch, *facts(batch), "trees", 60)
+        critic.update(batch, *facts(batch))
     checkpoint.save(root, "rl", 1, policy, optimizer, {}, 1, {"critic": (critic.model, critic.optimizer)})
     return whole(critic.model.parameters), whole(critic.optimizer.tensors()), goes_on(critic)
 
 
 def goes_on(critic: Critic) -> Tensor:
     batch = rollouts()
-    critic.update(batch, *facts(batch), "trees", 60)
-    return critic.values(batch, "trees", 60)
+    critic.update(batch, *facts(batch))
+    return critic.values(batch)
 
 
 def restore_trained(ranks: Ranks, folder: Path, root: Path) -> tuple[dict, dict, Tensor]:
-    policy = Policy.load(folder, CPU, PolicyConfig(offload=Offload.all), ranks)
+    policy = Policy.load(folder, CPU, rows_of(row_tokens=60, offload=Offload.all), ranks)
     found = ranks.from_main(lambda: checkpoint.latest(root))
     found.restore_policy(policy)
-    algo = AlgoConfig(critic=CriticConfig(clip=CLIP, optimizer=OptimizerConfig(lr=1e-3)))
-    critic = make_critic(stand_in(policy, folder, algo, found), 10)
+    config = CriticConfig(clip=CLIP, optimizer=OptimizerConfig(lr=1e-3))
+    critic = make_critic(policy, config, folder, 10, partial(found.restore_role, "critic"))
     critic.unpark()
     assert critic.optimizer.steps == found.state["critic_optimizer"]["steps"]
     return whole(critic.model.parameters), whole(critic.optimizer.tensors()), goes_on(critic)
@@ -114,7 +117,7 @@ def other_critic(ranks: Ranks, folder: Path, other: Path, root: Path) -> str:
     found = ranks.from_main(lambda: checkpoint.latest(root))
     found.restore_policy(policy)
     with pytest.raises(CheckpointError) as caught:
-        make_critic(stand_in(policy, folder, AlgoConfig(critic=CriticConfig(path=str(other))), found), 10)
+        make_critic(policy, CriticConfig(path=str(other)), folder, 10, partial(found.restore_role, "critic"))
     return str(caught.value)
 
 
@@ -175,7 +178,7 @@ def ppo(
         resumed.restore_policy(policy)
     else:  # SFT, say
         optimizer = Optimizer(policy.trainable, OptimizerConfig(lr=1e-2), 1, 3)
-        update(policy, optimizer, rollouts(), ADVANTAGES, ppo_loss, 1.0, "trees", 100)
+        update(policy, optimizer, rollouts(), ADVANTAGES, ppo_loss)
     tasks = {name: [Task(f"{name}{i}", ({"role": "user", "content": "x" * (i + 1)},), str(i)) for i in range(8)] for name in ("rl", "eval")}
     engine = LocalEngine(policy.sampler, policy.end_ids(), 16, 64, CPU, policy.dtype)
     scorer = Scorer({"_target_": f"tests.rewards.{reward}"}, workers=1, timeout=5)

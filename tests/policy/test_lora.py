@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -89,11 +90,11 @@ def textbook(folder: Path, adapters: dict[str, Tensor], batch: list[Rollout]) ->
 # ---- training --------------------------------------------------------------------------------------------------------
 
 
-def gradient(ranks: Ranks, folder: Path, settings: PolicyConfig, row_tokens: int) -> dict[str, Tensor]:
+def gradient(ranks: Ranks, folder: Path, settings: PolicyConfig) -> dict[str, Tensor]:
     policy = Policy.load(folder, CPU, settings, ranks)
     fill(policy)
     recorder = Recorder(policy)
-    update(policy, recorder, rollouts(), ADVANTAGES, ppo_loss, TEMPERATURE, "trees", row_tokens)
+    update(policy, recorder, rollouts(), ADVANTAGES, ppo_loss, TEMPERATURE)
     return recorder.gradient
 
 
@@ -107,7 +108,7 @@ def test_only_adapters_have_a_gradient_and_it_is_the_textbooks(folder_of, name, 
     expected = textbook(folder_of(name), adapters_of(folder_of(name)), rollouts())
     assert len(expected) == 2 * 2 * 7  # A and B, two layers, seven matrices
     how = settings(activation_checkpointing=checkpointing)
-    for result in every_rank(world, gradient, folder_of(name), how, 2048 if world == 1 else 60):
+    for result in every_rank(world, gradient, folder_of(name), how if world == 1 else replace(how, row_tokens=60)):
         assert result.keys() == expected.keys()
         for key, value in expected.items():
             torch.testing.assert_close(result[key].double(), value, rtol=3e-4, atol=3e-6, msg=lambda m, key=key: f"{key}: {m}")
@@ -119,7 +120,7 @@ def test_other_architectures(folder_of, name):
     expected = textbook(folder_of(name), adapters_of(folder_of(name)), rollouts())
     if name == "qwen3_moe":
         assert {key.split(".")[4] for key in expected} == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    result = gradient(Ranks(), folder_of(name), settings(), 2048)
+    result = gradient(Ranks(), folder_of(name), settings())
     assert result.keys() == expected.keys()
     for key, value in expected.items():
         torch.testing.assert_close(result[key].double(), value, rtol=1e-3, atol=1e-5, msg=lambda m, key=key: f"{key}: {m}")
@@ -127,8 +128,8 @@ def test_other_architectures(folder_of, name):
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_half_precision_computes_on_float32_adapters(tiny_folder, world):
-    expected = gradient(Ranks(), tiny_folder, settings(), 2048)
-    for result in on_ranks(world, gradient, tiny_folder, settings(dtype=Precision.bfloat16), 2048):
+    expected = gradient(Ranks(), tiny_folder, settings())
+    for result in on_ranks(world, gradient, tiny_folder, settings(dtype=Precision.bfloat16)):
         assert all(g.dtype == torch.float32 for g in result.values())
         ours, theirs = (torch.cat([g[name].flatten() for name in expected]) for g in (result, expected))
         assert torch.cosine_similarity(ours, theirs, dim=0) > 0.95
@@ -136,7 +137,7 @@ def test_half_precision_computes_on_float32_adapters(tiny_folder, world):
 
 def trained(policy: Policy, optimizer: Optimizer, steps: int) -> None:
     for seed in range(steps):
-        update(policy, optimizer, rollouts(seed=seed), ADVANTAGES, ppo_loss, 1.0, "trees", 2048)
+        update(policy, optimizer, rollouts(seed=seed), ADVANTAGES, ppo_loss, 1.0)
 
 
 def train(ranks: Ranks, folder: Path, how: PolicyConfig, root: Path) -> dict:
@@ -239,7 +240,7 @@ def sample_and_train(ranks: Ranks, folder: Path, other_folder: Path, how: Policy
         for which in samples:
             batch = as_rollouts(samples[which])
             recorded = torch.tensor([x for ids, logprobs in samples[which] for x in logprobs])
-            found["off"].append(float((score(policy, batch, 1.0, "trees", 2048) - recorded).abs().max()))
+            found["off"].append(float((score(policy, batch, 1.0) - recorded).abs().max()))
         if version == 0:
             trained(policy, optimizer, 3)
     return found
@@ -321,7 +322,7 @@ def export(ranks: Ranks, folder: Path, out: Path) -> Tensor:
     policy = Policy.load(folder, CPU, settings(), ranks)
     fill(policy)
     policy.export(out)
-    return score(policy, rollouts(), 1.0, "trees", 2048)
+    return score(policy, rollouts(), 1.0)
 
 
 @torch.no_grad()
