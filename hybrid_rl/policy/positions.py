@@ -35,7 +35,9 @@ def limits(model: PreTrainedModel) -> list[Limit]:
             found.append(_follows(kind, most, "max_position_embeddings"))
     if "chunked_attention" in (getattr(text, "layer_types", None) or []):
         chunk = text.attention_chunk_size
-        found.append(Limit(chunk, f"attends in chunks beyond {chunk} tokens (attention_chunk_size), which is not supported"))
+        found.append(
+            Limit(chunk, f"attends in chunks beyond {chunk} tokens (attention_chunk_size), which is not supported")
+        )
     if most and _has_table(model, most):
         found.append(Limit(most, f"has no position beyond {most} tokens (learned embeddings, max_position_embeddings)"))
     elif most:
@@ -46,13 +48,20 @@ def limits(model: PreTrainedModel) -> list[Limit]:
 
 
 def _follows(kind: str, tokens: int, key: str) -> Limit:
-    return Limit(tokens, f"moves all positions of a row when its longest sample has more than {tokens} tokens (rope_type {kind}, {key})")
+    return Limit(
+        tokens,
+        f"moves all positions of a row when its longest sample has more than {tokens} tokens (rope_type {kind}, {key})",
+    )
 
 
 def _ropes(text: PreTrainedConfig) -> list[dict]:
     """The rotary parameters; several where kinds of layers have their own."""
     rope = getattr(text, "rope_parameters", None) or {}
-    return [part for part in rope.values() if part] if rope and all(isinstance(part, dict | None) for part in rope.values()) else [rope]
+    return (
+        [part for part in rope.values() if part]
+        if rope and all(isinstance(part, dict | None) for part in rope.values())
+        else [rope]
+    )
 
 
 def _is_stretched(rope: dict) -> bool:
