@@ -43,7 +43,7 @@ doctor: $(VENV)/installed  ## What this machine can run, and why not the rest.
 
 sglang-cpu: $(SGLANG_VENV)/installed  ## SGLang for tests on a machine without a GPU: 2 GB, a few minutes.
 
-test-sglang: $(SGLANG_VENV)/installed  ## The engine contract, handovers, deaths, hangs and ranks with the real SGLang, on the CPU: about five minutes.
+test-sglang: $(SGLANG_VENV)/installed  ## The engine contract, handovers, deaths, hangs and ranks with the real SGLang, on the CPU: minutes.
 	$(SGLANG_CPU) $(SGLANG_VENV)/bin/python -m pytest tests/engine/sglang $(ARGS)
 
 bench-engines: $(SGLANG_VENV)/installed  ## local and SGLang side by side, on the CPU.

@@ -49,7 +49,9 @@ def recipe(name: str) -> Row:
 # One AdamW step a batch wants a higher learning rate: recipes/reverse/README.md has the trials.
 ONE_STEP = ("algo.minibatches=1", "rl.optimizer.lr=1e-3", "rl.optimizer.betas=[0.8,0.95]")
 ROWS = [
-    *map(recipe, ("grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "remax", "max_rl", "gspo", "cispo", "dppo", "ppo")),
+    *map(
+        recipe, ("grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "remax", "max_rl", "gspo", "cispo", "dppo", "ppo")
+    ),
     Row("rloo, reinforce", ("algo=rloo", "algo/loss=reinforce"), "composition"),
     Row("remax, reinforce", ("algo=remax", "algo/loss=reinforce"), "composition"),
     Row("ppo, critic at 1e-5", ("algo=ppo", "algo.critic.optimizer.lr=1e-5"), "composition"),
@@ -57,7 +59,9 @@ ROWS = [
     Row("opo advantage", ("algo/advantage=opo",), "composition"),
     Row("pass_at_k advantage", ("algo/advantage=pass_at_k",), "composition"),
     Row("r − μ, one step", ("algo/advantage=mean_only", "algo.minibatches=1"), "composition"),
-    Row("decoupled, 2 epochs", ("algo.old_logprobs=recomputed", "algo/correction=[tis]", "algo.epochs=2"), "composition"),
+    Row(
+        "decoupled, 2 epochs", ("algo.old_logprobs=recomputed", "algo/correction=[tis]", "algo.epochs=2"), "composition"
+    ),
     Row("KL in the loss", ("algo.reference=frozen", "algo.kl.coef=0.01"), "composition"),
     # Other settings, chosen among at most three tries on seed 0; the other tries are below, on that seed alone.
     Row("gspo", ("algo=gspo", "algo.loss.clip_low=0.02", "algo.loss.clip_high=0.02"), "tuned"),
@@ -78,7 +82,9 @@ def run(folder: Path, overrides: Sequence[str]) -> float:
     shutil.rmtree(folder, ignore_errors=True)  # of a benchmark that was killed
     command = [sys.executable, "-m", "hybrid_rl.run", "+recipe=reverse", f"hydra.run.dir={folder}", *COMMON, *overrides]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(command, cwd=ROOT, timeout=LIMIT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, timeout=LIMIT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
     if done.returncode:
         sys.exit(f"{' '.join(command)}\n{done.stdout[-3000:]}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -134,17 +140,34 @@ def summarised(results: Iterable[dict[str, Any]]) -> list[tuple[Any, ...]]:
     return rows
 
 
-HEADER = ("name", "settings", "seeds", "after SFT", "after RL", "lowest", "last step", "entropy", "clipped", "RL s", "CPU s")
+HEADER = (
+    "name",
+    "settings",
+    "seeds",
+    "after SFT",
+    "after RL",
+    "lowest",
+    "last step",
+    "entropy",
+    "clipped",
+    "RL s",
+    "CPU s",
+)
 
 
 def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
     """Reward of each RL step, mean over seeds: a panel for each row, GRPO's curve grey in all of them, other settings dashed."""
     chosen = [r for r in results if r["group"] != "try"]
     names = list(dict.fromkeys(r["name"] for r in chosen))
-    curve = {id(r): [statistics.fmean(step) for step in zip(*(run["reward"] for run in r["runs"]), strict=True)] for r in chosen}
+    curve = {
+        id(r): [statistics.fmean(step) for step in zip(*(run["reward"] for run in r["runs"]), strict=True)]
+        for r in chosen
+    }
     base = next((curve[id(r)] for r in chosen if r["name"] == "grpo"), [])
     columns = 4
-    figure, axes = plt.subplots(-(-len(names) // columns), columns, figsize=(10, 9), sharex=True, sharey=True, squeeze=False)
+    figure, axes = plt.subplots(
+        -(-len(names) // columns), columns, figsize=(10, 9), sharex=True, sharey=True, squeeze=False
+    )
     for axis, name in zip(axes.flat, names, strict=False):
         axis.plot(range(1, len(base) + 1), base, color="0.7", linewidth=1)
         for r in (r for r in chosen if r["name"] == name):
@@ -165,13 +188,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     parser.add_argument("--only", nargs="+", help="names of rows")
-    parser.add_argument("--folder", type=Path, default=ROOT / "outputs" / "algorithms", help="where the runs are written")
+    parser.add_argument(
+        "--folder", type=Path, default=ROOT / "outputs" / "algorithms", help="where the runs are written"
+    )
     arguments = parser.parse_args()
     file = RESULTS / "algorithms.json"
     saved = json.loads(file.read_text()) if file.exists() else {}
-    known = {tuple(r["overrides"]): r["runs"] for r in saved.get("rows", [])} if saved.get("common") == list(COMMON) else {}
+    known = (
+        {tuple(r["overrides"]): r["runs"] for r in saved.get("rows", [])} if saved.get("common") == list(COMMON) else {}
+    )
     results = [
-        {"name": row.name, "group": row.group, "overrides": list(row.overrides), "runs": known.get(row.overrides, [])} for row in ROWS
+        {"name": row.name, "group": row.group, "overrides": list(row.overrides), "runs": known.get(row.overrides, [])}
+        for row in ROWS
     ]
     for seed in arguments.seeds:
         for row, result in zip(ROWS, results, strict=True):
@@ -184,7 +212,10 @@ def main() -> None:
             result["runs"] = sorted([*result["runs"], found], key=lambda r: r["seed"])
             done = [r for r in results if r["runs"]]
             save_result("algorithms", {"common": COMMON, "samples": SAMPLES, "rows": done})
-            print(f"seed {seed}  {row.name}  {' '.join(row.overrides)}: {found['before']:.3f} → {found['after']:.3f}", flush=True)
+            print(
+                f"seed {seed}  {row.name}  {' '.join(row.overrides)}: {found['before']:.3f} → {found['after']:.3f}",
+                flush=True,
+            )
     done = [r for r in results if r["runs"]]
     for group in ("recipe", "composition", "tuned", "try"):
         if rows := summarised(r for r in done if r["group"] == group):

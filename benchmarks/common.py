@@ -53,7 +53,9 @@ def matmul_gflops(m: int, k: int, n: int, seconds: float = 0.5) -> float:
 
 def save_result(name: str, result: dict[str, Any]) -> None:
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps({**result, "machine": machine(), "load": os.getloadavg()[0]}, indent=2) + "\n")
+    (RESULTS / f"{name}.json").write_text(
+        json.dumps({**result, "machine": machine(), "load": os.getloadavg()[0]}, indent=2) + "\n"
+    )
 
 
 def table(rows: list[tuple[Any, ...]], header: tuple[str, ...]) -> str:

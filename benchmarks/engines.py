@@ -77,7 +77,9 @@ def measure(kind: EngineKind, folder: Path, repeats: int) -> dict[str, Any]:
         given, moved = timed(lambda turn=turn: hand_over(policy, engine, turn, verify=turn == 0), device)
         sampled, completions = timed(lambda: list(engine.generate(asked, sampling)), device)
         slept, _ = timed(lambda: take_back(policy, engine), device)
-        copied, _ = timed(lambda: [t.copy_(p.detach()) for t, p in zip(scratch, policy.parameters.values(), strict=True)], device)
+        copied, _ = timed(
+            lambda: [t.copy_(p.detach()) for t, p in zip(scratch, policy.parameters.values(), strict=True)], device
+        )
         if turn == 0:
             kl = mismatch(policy, asked, completions)
             continue
@@ -101,13 +103,32 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        models = {given.model.name: given.model} if given.model else {"tiny": Path(folder) / "tiny", "10M": Path(folder) / "10M"}
+        models = (
+            {given.model.name: given.model}
+            if given.model
+            else {"tiny": Path(folder) / "tiny", "10M": Path(folder) / "10M"}
+        )
         if not given.model:
             torch.set_num_threads(1)
             tiny.create(models["tiny"], TinyConfig(), seed=0)
             build(models["10M"], SHAPES["10M"])
-        results = [{"model": n, **measure(EngineKind(kind), path, given.repeats)} for n, path in models.items() for kind in given.engines]
-    header = ("model", "engine", "start s", "sampling s", "tokens/s", "handover s", "of copy", "sleep s", "transitions", "mismatch")
+        results = [
+            {"model": n, **measure(EngineKind(kind), path, given.repeats)}
+            for n, path in models.items()
+            for kind in given.engines
+        ]
+    header = (
+        "model",
+        "engine",
+        "start s",
+        "sampling s",
+        "tokens/s",
+        "handover s",
+        "of copy",
+        "sleep s",
+        "transitions",
+        "mismatch",
+    )
     keys = ("model", "engine", "start", "sampling", "tokens/s", "handover", "handover/copy", "sleep", "transitions")
     print(table([(*(r[key] for key in keys), f"{r['mismatch']:.0e}") for r in results], header))
     for name in models:

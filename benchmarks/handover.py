@@ -64,7 +64,9 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
     ranks = join(300, "cpu")
     torch.set_num_threads(1)
     policy = Policy.load(folder, CPU, ranks=ranks)
-    scratch = torch.ones(max(BUCKET_BYTES // 4, *(p.numel() for p in policy.parameters.values())) // ranks.world * ranks.world)
+    scratch = torch.ones(
+        max(BUCKET_BYTES // 4, *(p.numel() for p in policy.parameters.values())) // ranks.world * ranks.world
+    )
     result = {"rows": [row(name, "shares", policy, policy.sampler, scratch)], "sweep": []}
     for dtype in [torch.float32] if ranks.world > 1 else [torch.float32, torch.bfloat16]:
         model = own_model(policy, dtype)
@@ -81,7 +83,9 @@ def engine_of(policy: Policy, model: transformers.PreTrainedModel) -> LocalEngin
 
 def own_model(policy: Policy, dtype: torch.dtype) -> transformers.PreTrainedModel:
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(policy.config, dtype=dtype, attn_implementation=ATTENTION_NAME)
+        model = transformers.AutoModelForCausalLM.from_config(
+            policy.config, dtype=dtype, attn_implementation=ATTENTION_NAME
+        )
     model.to_empty(device=CPU).tie_weights()
     for parameter in model.parameters():
         parameter.detach().zero_()
@@ -115,8 +119,12 @@ def sweep(policy: Policy, engine: LocalEngine, scratch: Tensor) -> list[dict[str
     for mib in SWEEP:
         handover = lambda mib=mib: hand_over(policy, engine, 1, bucket_bytes=mib * MIB)  # noqa: E731
         peak = max(ranks.all_gather(peak_mib(handover)))
-        seconds = in_turn(ranks, {"gather": lambda: gather(ranks, policy.parameter_count(), scratch), "handover": handover})
-        largest = max(sum(t.nbytes for t in bucket.values()) for bucket in policy.buckets(engine.dtype, mib * MIB)) / MIB
+        seconds = in_turn(
+            ranks, {"gather": lambda: gather(ranks, policy.parameter_count(), scratch), "handover": handover}
+        )
+        largest = (
+            max(sum(t.nbytes for t in bucket.values()) for bucket in policy.buckets(engine.dtype, mib * MIB)) / MIB
+        )
         rows.append({"mib": mib, "largest": largest, "peak_mib": peak, "seconds": seconds})
     held = {
         "shard_mib": sum(local(p).nbytes for p in policy.parameters.values()),
@@ -199,11 +207,14 @@ def main() -> None:
                 result = json.loads(out.read_text())
                 rows, sizes = rows + result["rows"], sizes + result["sweep"]
                 print(
-                    f"{name} on {world} rank(s):", *(f"{r['engine']} {r['seconds']['handover']:.3f} s" for r in result["rows"]), flush=True
+                    f"{name} on {world} rank(s):",
+                    *(f"{r['engine']} {r['seconds']['handover']:.3f} s" for r in result["rows"]),
+                    flush=True,
                 )
     print(
         table(
-            [line(r) for r in rows], ("model", "ranks", "engine", "MB", "s", "GB/s", "copy s", "× copy", "gather s", "× gather", "× both")
+            [line(r) for r in rows],
+            ("model", "ranks", "engine", "MB", "s", "GB/s", "copy s", "× copy", "gather s", "× gather", "× both"),
         )
     )
     if sizes:
@@ -221,7 +232,13 @@ def line(r: dict[str, Any]) -> tuple[Any, ...]:
     seconds, copied, gathered = r["seconds"]["handover"], r["seconds"].get("copy"), r["seconds"].get("gather")
     ratio = lambda floor: f"{seconds / floor:.2f}" if floor else ""  # noqa: E731
     rate = f"{r['bytes'] / seconds / 1e9:.2f}" if r["bytes"] else ""
-    floors = (copied or "", ratio(copied), gathered or "", ratio(gathered), ratio(copied and gathered and copied + gathered))
+    floors = (
+        copied or "",
+        ratio(copied),
+        gathered or "",
+        ratio(gathered),
+        ratio(copied and gathered and copied + gathered),
+    )
     return (r["model"], r["ranks"], r["engine"], f"{r['bytes'] / 1e6:.0f}", f"{seconds:.4f}", rate, *floors)
 
 

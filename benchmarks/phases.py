@@ -55,7 +55,10 @@ def main() -> None:
         f"matrix products: {rate['rollout']:.0f} GFLOP/s at 128 rows, {rate['update']:.0f} at 2,048; transitions {transitions:.2%} of a step"
     )
     share = {name: work[name] / rate[name] / 1e9 / seconds[name] for name in work}
-    save_result("phases", {"rows": rows, "work": work, "gflops": rate, "share_of_floor": share, "transitions": transitions, **tokens})
+    save_result(
+        "phases",
+        {"rows": rows, "work": work, "gflops": rate, "share_of_floor": share, "transitions": transitions, **tokens},
+    )
     print(
         f"phases: step_s={total:.3f} sampled_tokens_per_s={sampled / seconds['rollout']:.0f} rollout_floor_share={share['rollout']:.3f} "
         f"update_floor_share={share['update']:.3f} transitions={transitions:.4f} mismatch_kl={max(m['mismatch_kl'] for m in steps):.1e}"
@@ -68,7 +71,9 @@ def token_counts(folder: Path, steps: list[int]) -> dict[str, float]:
 
     sampled, tree = [], []
     for step in steps:
-        rows = read_rollouts(folder / "rollouts" / f"step_{step:04d}.parquet", ["group_id", "prompt_length", "loss_mask"])
+        rows = read_rollouts(
+            folder / "rollouts" / f"step_{step:04d}.parquet", ["group_id", "prompt_length", "loss_mask"]
+        )
         sampled.append(sum(sum(row["loss_mask"]) for row in rows))
         tree.append(sampled[-1] + sum({row["group_id"]: row["prompt_length"] for row in rows}.values()))
     return {"sampled": fmean(sampled), "tree": fmean(tree)}

@@ -45,7 +45,11 @@ def seconds(folder: Path) -> dict[str, float]:
     """Median of each phase and of the whole step, and what a step was trained on."""
     steps = read_metrics(folder, "rl")[WARMUP:]
     phases = {name: median(m["seconds"][name] for m in steps) for name in steps[0]["seconds"]}
-    return {**phases, "step": median(sum(m["seconds"].values()) for m in steps), "rollouts": fmean(m["rollouts"] for m in steps)}
+    return {
+        **phases,
+        "step": median(sum(m["seconds"].values()) for m in steps),
+        "rollouts": fmean(m["rollouts"] for m in steps),
+    }
 
 
 def measure(folder: Path, settings: tuple[str, ...]) -> dict[str, Any]:
@@ -55,7 +59,12 @@ def measure(folder: Path, settings: tuple[str, ...]) -> dict[str, Any]:
     with ThreadPoolExecutor() as pool:
         runs = [pool.submit(run_recipe, folder / f"beside_{i}", "ranks=1", *settings) for i in range(2)]
         beside = [seconds(run.result()) for run in runs]
-    return {"one": one, "sharded": two, "replicas": replicas, "beside": {name: fmean(b[name] for b in beside) for name in one}}
+    return {
+        "one": one,
+        "sharded": two,
+        "replicas": replicas,
+        "beside": {name: fmean(b[name] for b in beside) for name in one},
+    }
 
 
 def main() -> None:
@@ -66,7 +75,9 @@ def main() -> None:
             one, beside = measured["one"], measured["beside"]
             for name in (n for n in one if n != "rollouts"):
                 gains = [one[name] / measured[way][name] for way in WAYS]
-                small = one[name] < 0.01 * one["step"]  # nothing to gain, and the ratio of two small numbers says nothing
+                small = (
+                    one[name] < 0.01 * one["step"]
+                )  # nothing to gain, and the ratio of two small numbers says nothing
                 ratios = [""] * 3 if small else [f"{gain:.2f}" for gain in (*gains, 2 * one[name] / beside[name])]
                 rows.append((model, name, one[name], *(measured[way][name] for way in WAYS), beside[name], *ratios))
     header = (
@@ -82,11 +93,21 @@ def main() -> None:
     gains = {f"{model}_{way}": m["one"]["step"] / m[way]["step"] for model, m in results.items() for way in WAYS}
     possible = {model: 2 * m["one"]["step"] / m["beside"]["step"] for model, m in results.items()}
     save_result(
-        "ranks", {"settings": {"common": COMMON, **MODELS}, "overrides": sys.argv[1:], **results, "gain": gains, "possible": possible}
+        "ranks",
+        {
+            "settings": {"common": COMMON, **MODELS},
+            "overrides": sys.argv[1:],
+            **results,
+            "gain": gains,
+            "possible": possible,
+        },
     )
     print(
         "ranks: "
-        + " ".join(f"{name}={value:.2f}" for name, value in [*gains.items(), *((f"{m}_possible", v) for m, v in possible.items())])
+        + " ".join(
+            f"{name}={value:.2f}"
+            for name, value in [*gains.items(), *((f"{m}_possible", v) for m, v in possible.items())]
+        )
     )
 
 

@@ -26,7 +26,15 @@ def main() -> None:
             summary = json.loads((folder / "summary.json").read_text())
             seconds = summary["seconds"]
             rows.append(
-                (seed, summary["eval/base"], summary["eval/sft"], summary["eval/rl"], seconds["sft"], seconds["rl"], seconds["total"])
+                (
+                    seed,
+                    summary["eval/base"],
+                    summary["eval/sft"],
+                    summary["eval/rl"],
+                    seconds["sft"],
+                    seconds["rl"],
+                    seconds["total"],
+                )
             )
             runs.append(summary)
     columns = list(zip(*rows, strict=True))[1:]

@@ -38,14 +38,23 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", required=True, type=Path)
-    parser.add_argument("--overrides", type=json.loads, default={}, help="GRPOConfig fields as JSON, to try an alternative")
+    parser.add_argument(
+        "--overrides", type=json.loads, default={}, help="GRPOConfig fields as JSON, to try an alternative"
+    )
     return parser.parse_args()
 
 
 args = arguments()
 # Read once when the libraries load, so set before they are imported.
-os.environ.update(OMP_NUM_THREADS=str(args.threads), MKL_NUM_THREADS=str(args.threads), RAYON_NUM_THREADS=str(args.threads))
-os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", HF_DATASETS_DISABLE_PROGRESS_BARS="1", TRL_EXPERIMENTAL_SILENCE="1")
+os.environ.update(
+    OMP_NUM_THREADS=str(args.threads), MKL_NUM_THREADS=str(args.threads), RAYON_NUM_THREADS=str(args.threads)
+)
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    TOKENIZERS_PARALLELISM="false",
+    HF_DATASETS_DISABLE_PROGRESS_BARS="1",
+    TRL_EXPERIMENTAL_SILENCE="1",
+)
 
 import accelerate  # noqa: E402
 import torch  # noqa: E402
@@ -93,7 +102,9 @@ class Clock(TrainerCallback):
         self.wall.append(time.perf_counter())
         self.cpu.append(time.process_time())
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self._tick()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -120,8 +131,13 @@ def settings(folder: str) -> GRPOConfig:
         logging_nan_inf_filter=False, dataloader_pin_memory=False, seed=args.seed,
     )  # fmt: skip
     config = GRPOConfig(**(fields | args.overrides))
-    if config.generation_batch_size != args.batch_size or config.steps_per_generation != config.gradient_accumulation_steps:
-        raise SystemExit(f"the settings do not make one optimizer step of {args.batch_size} completions: {args.overrides}")
+    if (
+        config.generation_batch_size != args.batch_size
+        or config.steps_per_generation != config.gradient_accumulation_steps
+    ):
+        raise SystemExit(
+            f"the settings do not make one optimizer step of {args.batch_size} completions: {args.overrides}"
+        )
     return config
 
 
@@ -134,21 +150,27 @@ def main() -> None:
     rewards: list[float] = []
 
     def reward(completions: list[list[dict[str, str]]], answer: list[str], **kwargs: Any) -> list[float]:
-        scores = [similarity(completion[0]["content"], truth) for completion, truth in zip(completions, answer, strict=True)]
+        scores = [
+            similarity(completion[0]["content"], truth) for completion, truth in zip(completions, answer, strict=True)
+        ]
         rewards.append(mean(scores))
         return scores
 
     clock = Clock()
     data = Dataset.from_list([{"prompt": task["messages"], "answer": task["answer"]} for task in tasks[:needed]])
     with tempfile.TemporaryDirectory() as folder:
-        trainer = Measured(model=args.model, reward_funcs=reward, args=settings(folder), train_dataset=data, callbacks=[clock])
+        trainer = Measured(
+            model=args.model, reward_funcs=reward, args=settings(folder), train_dataset=data, callbacks=[clock]
+        )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
     measured = slice(args.warmup, None)
     steps = [end - start for start, end in zip(clock.wall, clock.wall[1:], strict=False)][measured]
     cpu = [end - start for start, end in zip(clock.cpu, clock.cpu[1:], strict=False)][measured]
     if not len(rewards) == len(trainer.tokens) == args.steps == len(steps) + args.warmup:
-        raise RuntimeError(f"not one batch a step: {len(rewards)} batches and {len(clock.wall) - 1} steps, {args.steps} asked for")
+        raise RuntimeError(
+            f"not one batch a step: {len(rewards)} batches and {len(clock.wall) - 1} steps, {args.steps} asked for"
+        )
     versions = {module.__name__: module.__version__ for module in (trl, transformers, accelerate, torch)}
     result = {
         "seconds_per_step": median(steps), "cpu_seconds_per_step": median(cpu), "steps": steps,

@@ -56,7 +56,18 @@ def ours(folder: Path, model: Path, lr: float, steps: int) -> dict[str, Any]:
 
 def theirs(folder: Path, model: Path, tasks: Path, lr: float, steps: int) -> dict[str, Any]:
     out = folder.with_suffix(".json")
-    command = [trl_python(), HERE / "trl_side.py", "--model", model, "--prompts", tasks, "--steps", steps, "--warmup", WARMUP]
+    command = [
+        trl_python(),
+        HERE / "trl_side.py",
+        "--model",
+        model,
+        "--prompts",
+        tasks,
+        "--steps",
+        steps,
+        "--warmup",
+        WARMUP,
+    ]
     command += [
         "--group-size",
         16,
@@ -113,7 +124,14 @@ def main() -> None:
             for name, side in (("hybrid_rl", mine), ("TRL", other)):
                 speed = side["tokens_per_step"] / side["seconds_per_step"]
                 rows.append(
-                    (pair, name, side["seconds_per_step"], side["generate_seconds"], f"{side['tokens_per_step']:.0f}", f"{speed:.0f}")
+                    (
+                        pair,
+                        name,
+                        side["seconds_per_step"],
+                        side["generate_seconds"],
+                        f"{side['tokens_per_step']:.0f}",
+                        f"{speed:.0f}",
+                    )
                 )
             rows.append((pair, "ratio", ratio, other["generate_seconds"] / mine["generate_seconds"], "", ""))
     print(table(rows, ("pair", "side", "s a step", "of it sampling", "tokens a step", "tokens/s")))

@@ -86,17 +86,28 @@ def _gpu() -> list[Check]:
             else f"torch is built for CUDA {torch.version.cuda}, no GPU answers"
         )
         return [
-            Check("GPU", False, built, "not needed: training runs on the CPU; for a GPU install a CUDA build of torch and its driver", True)
+            Check(
+                "GPU",
+                False,
+                built,
+                "not needed: training runs on the CPU; for a GPU install a CUDA build of torch and its driver",
+                True,
+            )
         ]
     memory = torch.cuda.get_device_properties(0).total_memory / 2**30
-    return [Check("GPU", True, f"{torch.cuda.device_count()} × {torch.cuda.get_device_name(0)}, {memory:.0f} GiB"), _flash()]
+    return [
+        Check("GPU", True, f"{torch.cuda.device_count()} × {torch.cuda.get_device_name(0)}, {memory:.0f} GiB"),
+        _flash(),
+    ]
 
 
 def _flash() -> Check:
     from hybrid_rl.attention import flash
 
     fix = "optional: with flash-attention 2 packed rows attend in one kernel instead of one call a sample: pip install flash-attn"
-    return Check("flash-attention", flash.varlen is not None, flash.problem or _version("flash_attn"), fix, optional=True)
+    return Check(
+        "flash-attention", flash.varlen is not None, flash.problem or _version("flash_attn"), fix, optional=True
+    )
 
 
 PTRACE = Path("/proc/sys/kernel/yama/ptrace_scope")
@@ -104,7 +115,13 @@ PTRACE = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 def _sglang() -> Check:
     problem = interface.unusable()
-    return Check("SGLang", problem is None, interface.installed() or "not installed", f"optional, for a GPU: {problem}", optional=True)
+    return Check(
+        "SGLang",
+        problem is None,
+        interface.installed() or "not installed",
+        f"optional, for a GPU: {problem}",
+        optional=True,
+    )
 
 
 def _memory_sharing() -> list[Check]:
@@ -149,7 +166,11 @@ def _package(name: str, fix: str) -> Check:
 def _optional(name: str, package: str, purpose: str, extra: str) -> Check:
     there = importlib.util.find_spec(package) is not None
     return Check(
-        name, there, _version(package) if there else "not installed", f"optional, {purpose}: pip install 'hybrid_rl[{extra}]'", True
+        name,
+        there,
+        _version(package) if there else "not installed",
+        f"optional, {purpose}: pip install 'hybrid_rl[{extra}]'",
+        True,
     )
 
 
@@ -165,9 +186,14 @@ def main() -> int:
         gpu = any(check.name == "GPU" and check.ok for check in results)
         print("  engine local   " + ("on the GPU, bfloat16 compute" if gpu else "on the CPU, float32"))
         if any(check.name == "SGLang" and check.ok for check in results):
-            print("  engine sglang  in a process of its own" + ("" if gpu else " (on the CPU only for tests: make test-sglang)"))
+            print(
+                "  engine sglang  in a process of its own"
+                + ("" if gpu else " (on the CPU only for tests: make test-sglang)")
+            )
         print("  ranks          " + ("one for each GPU" if gpu else f"1, or several on its {cores()} cores (ranks=N)"))
-        print("  models         the embedded tiny Qwen3; any full-attention causal LM folder of transformers (model=qwen3 model.path=…)")
+        print(
+            "  models         the embedded tiny Qwen3; any full-attention causal LM folder of transformers (preset=qwen3 model.path=…)"
+        )
     return 0 if needed else 1
 
 

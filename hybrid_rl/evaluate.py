@@ -1,8 +1,12 @@
-"""Evaluation: every held-out task once (or eval.samples times), through the same engine, phases and scoring as training."""
+"""Evaluation: every held-out task once (or eval.samples times), through the same engine, phases and scoring as training.
+
+Evaluate a model again, and do nothing else: python -m hybrid_rl.evaluate +recipe=mine model.path=outputs/mine/<run>/final
+"""
 
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,7 +65,9 @@ def scores(groups: Sequence[Group], pass_reward: float) -> dict[str, Any]:
     right = [sum(r.reward is not None and r.reward >= least for r in group.rollouts) for group in groups]
     samples = len(rewards[0])
     ks = [2**i for i in range(samples.bit_length())] if samples > 1 else []
-    sources = mean_by_source((group.task.source, reward) for group, of_task in zip(groups, rewards, strict=True) for reward in of_task)
+    sources = mean_by_source(
+        (group.task.source, reward) for group, of_task in zip(groups, rewards, strict=True) for reward in of_task
+    )
     return {
         "reward": mean(every),
         "reward_std": spread(every),
@@ -69,3 +75,9 @@ def scores(groups: Sequence[Group], pass_reward: float) -> dict[str, Any]:
         **({"pass_at": {str(k): statistics.fmean(pass_at_k(samples, c, k) for c in right) for k in ks}} if ks else {}),
         **({"sources": sources} if len(sources) > 1 else {}),
     }
+
+
+if __name__ == "__main__":
+    from hybrid_rl.run import main
+
+    sys.exit(main([*sys.argv[1:], "sft.steps=0", "rl.steps=0"]))

@@ -83,7 +83,9 @@ def _send(policy: Policy, engine: Engine, version: int, bucket_bytes: int) -> in
                 bucket = next(buckets)
             except StopIteration:
                 return
-            except Exception as error:  # out of memory, say: this rank cannot walk on, so the others must not be waited for
+            except (
+                Exception
+            ) as error:  # out of memory, say: this rank cannot walk on, so the others must not be waited for
                 lost = error
                 raise
             moved += sum(tensor.nbytes for tensor in bucket.values())
@@ -107,7 +109,13 @@ def _compare(policy: Policy, engine: Engine, version: int, bucket_bytes: int, me
     for bucket in policy.buckets(engine.dtype, bucket_bytes, merged):
         if not engine.team.main:  # another rank compares what this engine holds
             continue
-        wrong += [n for n, t in bucket.items() if n not in theirs or not torch.equal(theirs[n].to(t.device), t.to(theirs[n].dtype))]
+        wrong += [
+            n
+            for n, t in bucket.items()
+            if n not in theirs or not torch.equal(theirs[n].to(t.device), t.to(theirs[n].dtype))
+        ]
     policy.ranks.agree(
-        HandoverError(f"after the handover of version {version} the engine's {wrong[0]} differs from the policy's") if wrong else None
+        HandoverError(f"after the handover of version {version} the engine's {wrong[0]} differs from the policy's")
+        if wrong
+        else None
     )

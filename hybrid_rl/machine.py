@@ -19,7 +19,11 @@ import psutil
 def versions() -> dict[str, str]:
     """What a run's numbers depend on beside its settings; `source` is a checksum over hybrid_rl's own files."""
     packages = ("torch", "transformers", "tokenizers", "accelerate", "hydra-core", "safetensors", "numpy")
-    found = {name: importlib.metadata.version(name) for name in packages if importlib.util.find_spec(name.replace("hydra-core", "hydra"))}
+    found = {
+        name: importlib.metadata.version(name)
+        for name in packages
+        if importlib.util.find_spec(name.replace("hydra-core", "hydra"))
+    }
     from hybrid_rl import __version__
 
     source = 0

@@ -21,7 +21,15 @@ from hybrid_rl.model_folder.tokenizer import read_tokenizer
 from hybrid_rl.policy import tiny
 from hybrid_rl.policy.layout import choose_layout, first_fit_decreasing
 from hybrid_rl.policy.model import compute_dtype, pick_device
-from hybrid_rl.preflight.budget import Sizes, check_lengths, check_room, disk_bytes, measure, memory_by_phase, rollout_bytes
+from hybrid_rl.preflight.budget import (
+    Sizes,
+    check_lengths,
+    check_room,
+    disk_bytes,
+    measure,
+    memory_by_phase,
+    rollout_bytes,
+)
 from hybrid_rl.processes.ranks import Ranks
 from hybrid_rl.report.console import Console
 from hybrid_rl.rollout.rewards import Scorer
@@ -55,9 +63,13 @@ def print_plan(config: Config, folder: Path, console: Console, ranks: Ranks) -> 
 
     here = machine()
     console.heading(f"Plan for recipe {config.name} (nothing is trained)")
-    console.say(f"machine    {here['cpu']}, {here['cores']} cores, {here['memory_gib']:.0f} GiB; {here['gpu'] or 'no GPU'}")
+    console.say(
+        f"machine    {here['cpu']}, {here['cores']} cores, {here['memory_gib']:.0f} GiB; {here['gpu'] or 'no GPU'}"
+    )
     compute = str(compute_dtype(config.policy.dtype, device)).removeprefix("torch.")
-    console.say(f"ranks      {ranks.world} ({device.type}), compute {compute}, layout {choose_layout(config.policy.layout, device)}")
+    console.say(
+        f"ranks      {ranks.world} ({device.type}), compute {compute}, layout {choose_layout(config.policy.layout, device)}"
+    )
     engine = choose_engine(config.engine.kind, device)
     console.say(f"engine     {engine.value}: {ENGINES[engine]}, {config.engine.slots} completions at a time")
     console.say(
@@ -79,9 +91,13 @@ def print_plan(config: Config, folder: Path, console: Console, ranks: Ranks) -> 
     console.say(_batch_line("at most", config, max(prompts), r.max_tokens))
     steps = config.algo.minibatches * config.algo.epochs
     updates = f"{steps} AdamW step{'s' * (steps > 1)} each"
-    console.say(f"RL         {config.rl.steps} steps, {updates}, lr {config.rl.optimizer.lr:g}, temperature {r.temperature:g}")
+    console.say(
+        f"RL         {config.rl.steps} steps, {updates}, lr {config.rl.optimizer.lr:g}, temperature {r.temperature:g}"
+    )
     if sizes.beside:
-        console.say("beside it  " + ", ".join(f"{name} of {count:,} parameters" for name, count in sizes.beside.items()))
+        console.say(
+            "beside it  " + ", ".join(f"{name} of {count:,} parameters" for name, count in sizes.beside.items())
+        )
     for line in _memory_lines(config, sizes, device, ranks):
         console.say(line)
     rollouts, keep = rollout_bytes(config, len(tasks.eval)) / 2**30, r.keep_steps or "all"

@@ -54,12 +54,16 @@ def check_loss(loss: Any, own: str, file: Path) -> None:
         raise CheckpointError(
             f"{file}: algo.loss={target} is not a loss of hybrid_rl; if it is yours and you trust it, add --loss {target}"
         )
-    arguments = [value for key, value in loss.items() if key != "_target_"] + [{key: 0} for key in loss if key != "_target_"]
+    arguments = [value for key, value in loss.items() if key != "_target_"] + [
+        {key: 0} for key in loss if key != "_target_"
+    ]
     while arguments:
         value = arguments.pop()
         if isinstance(value, dict):
             if named := next((key for key in value if str(key).startswith("_")), None):
-                raise CheckpointError(f"{file}: algo.loss has an argument with {named}, and a loss of a kept batch may call nothing else")
+                raise CheckpointError(
+                    f"{file}: algo.loss has an argument with {named}, and a loss of a kept batch may call nothing else"
+                )
             arguments += value.values()
         elif isinstance(value, list):
             arguments += value
@@ -89,8 +93,19 @@ class Kept:
             return cls._load(folder, device, own_loss)
         except (CheckpointError, ModelError):
             raise
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError, OmegaConfBaseException, YAMLError) as error:
-            raise CheckpointError(f"{folder} is damaged: {type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
+        except (
+            ValueError,
+            KeyError,
+            IndexError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+            OmegaConfBaseException,
+            YAMLError,
+        ) as error:
+            raise CheckpointError(
+                f"{folder} is damaged: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            ) from error
 
     @classmethod
     def _load(cls, folder: Path, device: torch.device, own_loss: str) -> Kept:
@@ -129,7 +144,11 @@ class Kept:
         else:
             given, chosen = self._given(members)
             if isinstance(self.model, ValueModel):
-                critic = Critic(self.model, make_optimizer(self.model, self.config.algo.critic.optimizer, 1), self.config.algo.critic.clip)
+                critic = Critic(
+                    self.model,
+                    make_optimizer(self.model, self.config.algo.critic.optimizer, 1),
+                    self.config.algo.critic.clip,
+                )
                 critic.optimizer.scale = scale
                 values, targets = (self.columns[name][chosen] for name in ("values", "targets"))
                 losses = critic.forward_backward(rollouts, values, targets, given).losses
@@ -163,7 +182,9 @@ def replay(folder: Path, device: torch.device, own_loss: str = "") -> bool:
     kept = Kept.load(folder, device, own_loss)
     facts, rollouts = kept.facts, kept.rollouts
     said = Fault(**{**facts["fault"], "value": float(facts["fault"]["value"])})
-    print(f"{folder}: {'SFT ' if facts['kind'] == 'sft' else ''}step {facts['step']}, version {facts['version']}, {len(rollouts)} rollouts")
+    print(
+        f"{folder}: {'SFT ' if facts['kind'] == 'sft' else ''}step {facts['step']}, version {facts['version']}, {len(rollouts)} rollouts"
+    )
     print(f"recorded: {said}")
     first = find(kept.columns, rollouts)
     print(f"given:    {first or 'every number is finite'}")
@@ -172,11 +193,16 @@ def replay(folder: Path, device: torch.device, own_loss: str = "") -> bool:
     for i, r in enumerate(rollouts):
         found, norm = kept.run([i])
         kept.clear()
-        fault = find(found, [r]) or (None if math.isfinite(norm) else Fault("gradient", norm, r.task_id, r.group_id, r.index))
+        fault = find(found, [r]) or (
+            None if math.isfinite(norm) else Fault("gradient", norm, r.task_id, r.group_id, r.index)
+        )
         alone = alone or fault
         numbers = "  ".join(f"{name} {_range(column)}" for name, column in found.items()) + f"  gradient {norm:.3g}"
         reward = "–" if r.reward is None else f"{r.reward:.4g}"
-        print(f"{r.task_id:<16} {r.group_id:>6} {r.index:>7} {r.sampled:>6} {reward:>9}  {numbers}" + (f"  ! {fault}" if fault else ""))
+        print(
+            f"{r.task_id:<16} {r.group_id:>6} {r.index:>7} {r.sampled:>6} {reward:>9}  {numbers}"
+            + (f"  ! {fault}" if fault else "")
+        )
     found, norm = kept.run(range(len(rollouts)))
     together = find(found, rollouts) or (None if math.isfinite(norm) else Fault("gradient", norm))
     print(
@@ -189,7 +215,9 @@ def replay(folder: Path, device: torch.device, own_loss: str = "") -> bool:
     kept.clear()
     first = first or alone or together
     print(
-        f"first:    {first}" if first else "every number is finite here; what differs from the run may be the device or the number of ranks"
+        f"first:    {first}"
+        if first
+        else "every number is finite here; what differs from the run may be the device or the number of ranks"
     )
     return first is not None
 
@@ -205,14 +233,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("path", type=Path, help="a folder of bad/, a file in it, or a run's folder")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    parser.add_argument("--loss", default="", metavar="TARGET", help="a loss of your own that the run's config.yaml may name")
+    parser.add_argument(
+        "--loss", default="", metavar="TARGET", help="a loss of your own that the run's config.yaml may name"
+    )
     chosen = parser.parse_args(arguments)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     path = chosen.path.parent if chosen.path.is_file() else chosen.path
-    folders = sorted(found.parent for pattern in ("batch.json", "*/batch.json", "bad/*/batch.json") for found in path.glob(pattern))
+    folders = sorted(
+        found.parent for pattern in ("batch.json", "*/batch.json", "bad/*/batch.json") for found in path.glob(pattern)
+    )
     if not folders:
-        print(f"hybrid_rl: {chosen.path} holds no batch that was kept (a folder of bad/ in a run's folder)", file=sys.stderr)
+        print(
+            f"hybrid_rl: {chosen.path} holds no batch that was kept (a folder of bad/ in a run's folder)",
+            file=sys.stderr,
+        )
         return 2
     try:
         device = pick_device(chosen.device)

@@ -30,13 +30,12 @@ def train_rl(s: Session) -> None:
     optimizer = learner.optimizer
     collector = Collector(
         engine, s.tasks.rl, policy.tokenizer, s.scorer, s.config.rollout, s.config.seed, s.ranks, s.config.algo, learner.greedy,
-        s.revive_engine,
+        s.revive_engine, s.data_seed,
     )  # fmt: skip
     if s.resumed and start:
         s.resumed.restore_optimizer(optimizer)
-        learner.restore(s.resumed.state["learner"])
-        collector.restore(s.resumed.state["collector"])
-        alarms.restore(s.resumed.state["alarms"])
+        for name, part in (("learner", learner), ("collector", collector), ("alarms", alarms)):
+            s.resumed.restore(name, part.restore)
 
     for step in range(start + 1, config.steps + 1):
         s.seed_step("rl", step)
@@ -58,7 +57,13 @@ def train_rl(s: Session) -> None:
             s.count_step(trained["nothing_trained"])
         s.save_rollouts(f"step_{step:04d}", batch.all_groups, advantages, batch.trained)
         s.remove_old_rollouts(step)
-        values = {"step": step, "version": s.version, **rollout_metrics(batch), **trained, **phase_metrics(phases, batch, s.ranks)}
+        values = {
+            "step": step,
+            "version": s.version,
+            **rollout_metrics(batch),
+            **trained,
+            **phase_metrics(phases, batch, s.ranks),
+        }
         values |= {**prompt_metrics(before, engine.stats, s.ranks), "engine_restarts": s.engine_restarts - restarts}
         begun = alarms.check(values)
         # before the checkpoint, which counts its lines: a killed run loses and doubles none

@@ -5,6 +5,8 @@
 - on two ranks: python -m hybrid_rl.run +recipe=reverse ranks=2
 - on ranks of another launcher: torchrun --nproc-per-node 2 -m hybrid_rl.run +recipe=reverse
 - sweep: python -m hybrid_rl.run +recipe=reverse -m seed=0,1,2
+- go on with a run, its settings from its folder: python -m hybrid_rl.run resume=outputs/reverse/<run> rl.steps=40
+- evaluate a model, and do nothing else: python -m hybrid_rl.evaluate +recipe=reverse model.path=outputs/reverse/<run>/final
 - the resolved configuration: python -m hybrid_rl.run +recipe=reverse --cfg job
 - a recipe of your own, my_conf/recipe/mine.yaml: python -m hybrid_rl.run --config-dir my_conf +recipe=mine
 """
@@ -13,102 +15,236 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from datetime import datetime
+from functools import partial
 from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import hydra
+from hydra import initialize_config_dir
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.utils import get_args_parser
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from hybrid_rl.config import Config, ConfigError
-from hybrid_rl.preflight.settings import CONF, load, parse
+from hybrid_rl.preflight.names import parse, split
+from hybrid_rl.preflight.settings import CONF, RESUME, hydra_folders, load, search
 from hybrid_rl.processes import hangs
-from hybrid_rl.processes.launch import after_rank_0, attend, end_with_launcher, environment_problem, launch, launched, world
-from hybrid_rl.processes.signals import end_now, listening
+from hybrid_rl.processes.launch import (
+    MARGIN,
+    after_rank_0,
+    attend,
+    end_with_launcher,
+    environment_problem,
+    launch,
+    launched,
+    world,
+)
+from hybrid_rl.processes.signals import asked, end_now, listening, pass_to_busy_children
 from hybrid_rl.run_folder.files import check_writable
 
 if TYPE_CHECKING:
     from hybrid_rl.processes.ranks import Ranks
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command with `arguments`, by default those of the command line; returns the exit code. May be called again."""
     try:
-        code = _main()
+        code = _main(sys.argv[1:] if arguments is None else list(arguments))
+    except ConfigError as error:
+        after_rank_0()
+        print(f"hybrid_rl: {error}", file=sys.stderr)
+        code = 2
     except KeyboardInterrupt:
         code = 130
     return _ranks.leave(code) if _ranks else code
 
 
-def _main() -> int:
+_ranks: Ranks | None = None  # when a launcher started several, this program's own one included
+
+
+def _main(arguments: list[str]) -> int:
     """Check every job's settings before anything heavy loads, then let Hydra run them."""
     global _ranks
     if problem := environment_problem():
-        print(f"hybrid_rl: {problem}", file=sys.stderr)
-        return 2
+        raise ConfigError(problem)
     if launched():
         end_with_launcher()
         hangs.begin()
-    arguments = get_args_parser().parse_intermixed_args()
-    sys.argv[1:] = [a for a in sys.argv[1:] if a not in arguments.overrides] + arguments.overrides  # -m may stand anywhere
-    only_shows = arguments.help or arguments.hydra_help or arguments.info or arguments.cfg
-    try:
-        if arguments.multirun and launched():
-            raise ConfigError("-m: a sweep starts the ranks of its jobs itself; run it without another launcher, with ranks=N")
-        jobs = [] if only_shows else _jobs(arguments.overrides, arguments.multirun)
-        configs = [load([o for o in overrides if not o.startswith("hydra")], _own_folder()) for overrides in jobs]
-        for config in configs:
-            _check_ranks(cast(Config, config))
-            if not arguments.multirun:
-                _check_resume(cast(Config, config))
-            _check_output(cast(Config, config))
-        if launched() and configs:
-            from hybrid_rl.processes.ranks import join
+    given = get_args_parser().parse_intermixed_args(arguments)
+    if given.help or given.hydra_help or given.info or given.cfg or given.shell_completion:
+        sys.argv[1:] = arguments
+        hydra.main(config_path=str(CONF), config_name="config", version_base="1.3")(lambda _: None)()
+        return 0
+    for name, value in (
+        ("config-name", given.config_name),
+        ("config-path", given.config_path),
+        ("experimental-rerun", given.experimental_rerun),
+    ):
+        if value:
+            raise ConfigError(
+                f"--{name}={value}: is not supported; settings of your own are recipes: --config-dir FOLDER +recipe=NAME"
+            )
+    if given.multirun and launched():
+        raise ConfigError(
+            "-m: a sweep starts the ranks of its jobs itself; run it without another launcher, with ranks=N"
+        )
+    own = Path(given.config_dir) if given.config_dir else None
+    jobs = BasicSweeper.split_arguments(parse(given.overrides), None)[0] if given.multirun else [given.overrides]
+    configs = [cast(Config, OmegaConf.to_object(load(overrides, own))) for overrides in jobs]
+    for config in configs:
+        _check_ranks(config)
+        if given.multirun and config.resume not in RESUME:
+            raise ConfigError(f"resume={config.resume}: a sweep starts its own runs; go on with one of them without -m")
+    task, of_hydra = split(jobs[0])
+    run_dir, sweep_dir = hydra_folders(of_hydra if configs[0].resume not in RESUME else jobs[0], own)
+    if given.multirun:
+        return _sweep(given.overrides, own, configs, Path(sweep_dir))
+    if launched():
+        from hybrid_rl.processes.ranks import join
 
-            _ranks = join(configs[0].rank_timeout, configs[0].device)
-    except ConfigError as error:
-        after_rank_0()
-        print(f"hybrid_rl: {error}", file=sys.stderr)
-        return 2
-    OmegaConf.register_new_resolver("run_folder", _run_folder, use_cache=True)
-    hydra.main(config_path=str(CONF), config_name="config", version_base="1.3")(_job)()
-    return _exit_code
+        _ranks = join(configs[0].rank_timeout, configs[0].device)
+    choose = partial(_choose_folder, configs[0], run_dir)
+    folder = (_ranks.from_main(choose) if _ranks else choose()).absolute()
+    arguments = ["-m", "hybrid_rl.run", *_config_dir(own), *task, _run_dir(folder)]
+    if configs[0].resume not in RESUME:
+        task = []  # Hydra knows neither the recipe nor the settings of a run's folder, and `_job` needs none from it
+    with initialize_config_dir(str(CONF), version_base="1.3", job_name="run"):
+        settings = [*search(own), *task, *of_hydra, _run_dir(folder)]
+        started = GlobalHydra.instance().hydra
+        assert started is not None
+        return started.run("config", lambda _: _job(configs[0], folder, arguments), settings).return_value
+
+
+def _job(config: Config, folder: Path, arguments: list[str]) -> int:
+    """One run, in this process or on ranks that it starts with `arguments`; returns the exit code."""
+    ranks = world() or config.ranks or _gpus(config) or 1  # torch loads here, after every setting was checked
+    if ranks > 1 and not _ranks:
+        return launch(ranks, arguments, folder, config.rank_timeout, config.stop_timeout)
+    from hybrid_rl.processes.ranks import Ranks
+    from hybrid_rl.stages import run
+
+    here = _ranks or Ranks()
+    if here.world == 1 and not config.dry_run:
+        hangs.alone(config.rank_timeout, folder / "stacks", lambda: end_now(1))
+    with listening(config.stop_timeout, speaks=here.main), here.failing():
+        return run(config, folder, here)
+
+
+# ---- sweeps -----------------------------------------------------------------------------------------------------------
+
+
+def _sweep(overrides: list[str], own: Path | None, configs: Sequence[Config], folder: Path) -> int:
+    """Run every combination of a sweep, each in a process of its own; returns 1 when one failed, 128 + n when signal n ended the sweep."""
+    if not all(config.dry_run for config in configs):
+        _check_writable(folder, f"hydra.sweep.dir={folder}")
+    patience = MARGIN + max(config.stop_timeout for config in configs)
+    with (
+        listening(patience, speaks=False, pass_on=pass_to_busy_children),
+        initialize_config_dir(str(CONF), version_base="1.3", job_name="run"),
+    ):
+        batches = GlobalHydra.instance().hydra.multirun("config", partial(_sweep_job, own), [*search(own), *overrides])  # type: ignore[union-attr]
+    codes = [
+        job.return_value for batch in batches or () for job in batch
+    ]  # a sweeper that is not Hydra's own may give nothing
+    return next((code for code in codes if code > 128), int(any(codes)))
+
+
+def _sweep_job(own: Path | None, config: DictConfig) -> int:
+    """One job of a sweep, in whatever process Hydra's launcher calls it: no job inherits another's memory or threads."""
+    if asked():  # a signal is meant for the whole sweep, a failure only for its job
+        return 128 + asked()
+    job = HydraConfig.get()
+    task = list(job.overrides.task)
+    print(f"\nsweep job {job.job.num}: {' '.join(task)}", flush=True)
+    return attend(
+        [{}],
+        ["-m", "hybrid_rl.run", *_config_dir(own), *task, _run_dir(Path(job.runtime.output_dir))],
+        config.stop_timeout,
+    )
+
+
+def _config_dir(own: Path | None) -> list[str]:
+    return [f"--config-dir={own}"] if own else []
+
+
+def _run_dir(folder: Path) -> str:
+    """For Hydra's grammar, to which commas, brackets and = mean something."""
+    quoted = str(folder).replace("'", "\\'")
+    return f"hydra.run.dir='{quoted}'"
+
+
+# ---- where a run is written -------------------------------------------------------------------------------------------
+
+
+def _choose_folder(config: Config, given: str) -> Path:
+    """Return the run's folder: the one that resume or hydra.run.dir (`given`) names, the newest unfinished one, or a new one named by the time.
+
+    Raises ConfigError when there is none as resume asks for, or it cannot be written to. A dry run needs none.
+    """
+    if config.dry_run:
+        return Path()
+    if config.resume not in RESUME:
+        if given and Path(given).resolve() != Path(config.resume).resolve():
+            raise ConfigError(
+                f"hydra.run.dir={given}: resume={config.resume} names another folder; leave one of them out"
+            )
+        return _check_writable(Path(config.resume), f"resume={config.resume}")
+    if given:
+        if config.resume == "must" and not _begun(Path(given)):
+            raise ConfigError(f"resume=must: there is no run in {given} to go on with")
+        return _check_writable(Path(given), f"hydra.run.dir={given}")
+    runs = Path(config.output_dir) / config.name
+    newest = max((folder for folder in runs.glob("*") if _begun(folder)), default=None)
+    finished = newest is not None and (newest / "summary.json").exists()
+    if config.resume == "must" and newest is None:
+        raise ConfigError(f"resume=must: there is no run in {runs} to go on with")
+    if config.resume == "must" and finished:
+        raise ConfigError(
+            f"resume=must: the newest run, {newest}, reached its end; resume={newest} with more rl.steps trains it further"
+        )
+    if config.resume != "never" and newest and not finished:
+        return _check_writable(newest, f"resume={config.resume}: {newest}")
+    started = f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
+    numbered = (runs / f"{started}_{n}" for n in count(2))  # two runs may start in one second
+    return _check_writable(
+        next(folder for folder in chain([runs / started], numbered) if not folder.exists()),
+        f"output_dir={config.output_dir}",
+    )
+
+
+def _begun(folder: Path) -> bool:
+    """Whether a run got as far as to write its settings there. One that has lost them may still have what it trained."""
+    return (folder / "config.yaml").exists() or any(folder.glob("checkpoints/[!.]*/COMPLETE"))
+
+
+def _check_writable(folder: Path, setting: str) -> Path:
+    """Return the folder. Raise ConfigError, which names the setting, when files cannot be written to it, or it cannot be made."""
+    try:
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        if not there.is_dir():
+            raise ConfigError(f"{setting}: {there} is a file; choose another folder")
+        check_writable(folder if folder.exists() else folder.parent)
+    except OSError as error:
+        raise ConfigError(f"{setting}: cannot be written to: {error.strerror}; choose another folder") from error
+    return folder
 
 
 def _check_ranks(config: Config) -> None:
-    """Raises ConfigError where `ranks` contradicts the launcher, or the ranks of this machine need more GPUs than it has."""
+    """Raise ConfigError when `ranks` contradicts the launcher, or the ranks of this machine need more GPUs than it has."""
     if world() and config.ranks not in (0, world()):
         raise ConfigError(f"ranks={config.ranks}: the launcher started {world()}; leave ranks out")
     ranks = int(os.environ["LOCAL_WORLD_SIZE"]) if launched() else config.ranks
     if ranks > 1 and config.device != "cpu":
         gpus = _gpus(config)
         if ranks > gpus and (gpus or config.device == "cuda"):
-            raise ConfigError(f"ranks={ranks}: torch sees {gpus} GPU(s) and each rank needs one; fewer ranks, or device=cpu")
-
-
-def _check_resume(config: Config) -> None:
-    """Raises ConfigError where resume=must finds no run that it could go on with."""
-    if config.resume == "must":
-        newest = _newest(config.output_dir, config.name)
-        if newest is None:
-            raise ConfigError(f"resume=must: there is no run in {config.output_dir}/{config.name} to go on with")
-        if (newest / "summary.json").exists():
             raise ConfigError(
-                f"resume=must: the newest run, {newest}, reached its end; resume={newest} with more rl.steps trains it further"
+                f"ranks={ranks}: torch sees {gpus} GPU(s) and each rank needs one; fewer ranks, or device=cpu"
             )
-
-
-def _check_output(config: Config) -> None:
-    """Raises ConfigError where a run's folder could not be made; a dry run makes none."""
-    if not config.dry_run and config.resume in ("never", "auto", "must"):
-        try:
-            check_writable(Path(config.output_dir) / config.name)
-        except OSError as error:
-            raise ConfigError(f"output_dir={config.output_dir}: cannot be written to: {error.strerror}; choose another folder") from error
 
 
 def _gpus(config: Config) -> int:
@@ -116,79 +252,6 @@ def _gpus(config: Config) -> int:
     import torch
 
     return 0 if config.device == "cpu" else torch.cuda.device_count()
-
-
-def _jobs(overrides: list[str], sweep: bool) -> list[list[str]]:
-    """The overrides of every job: each combination of a sweep, or the one run's."""
-    return BasicSweeper.split_arguments(parse(overrides), None)[0] if sweep else [overrides]
-
-
-def _own_folder() -> Path | None:
-    """--config-dir: a user's folder with more recipes and groups."""
-    folder = get_args_parser().parse_intermixed_args().config_dir
-    return Path(folder) if folder else None
-
-
-_exit_code = 0
-_ranks: Ranks | None = None  # where a launcher started several, this program's own one included
-
-
-def _job(config: DictConfig) -> None:
-    """One job. In a sweep each runs in a process of its own, so that none inherits another's memory or threads."""
-    global _exit_code
-    hydra_config = HydraConfig.get()
-    folder = Path(hydra_config.runtime.output_dir)
-    own = [f"--config-dir={_own_folder()}"] if _own_folder() else []
-    arguments = ["-m", "hybrid_rl.run", *own, *hydra_config.overrides.task, f"hydra.run.dir={_quoted(folder)}"]
-    if hydra_config.mode == RunMode.MULTIRUN:
-        if _exit_code > 128:  # a signal ended the job before, and the sweep with it
-            return
-        print(f"\nsweep job {hydra_config.job.num}: {' '.join(hydra_config.overrides.task)}", flush=True)
-        if code := attend([{}], arguments, config.stop_timeout):
-            _exit_code = code if code > 128 else 1  # the other jobs still run
-        return
-    job = cast(Config, OmegaConf.to_object(config))
-    ranks = world() or job.ranks or _gpus(job) or 1  # torch loads here, after every setting was checked
-    if ranks > 1 and not _ranks:
-        _exit_code = launch(ranks, arguments, folder, job.rank_timeout, job.stop_timeout)
-        return
-    from hybrid_rl.processes.ranks import Ranks
-    from hybrid_rl.stages import run
-
-    here = _ranks or Ranks()
-    if here.world == 1 and not job.dry_run:
-        hangs.alone(job.rank_timeout, folder / "stacks", lambda: end_now(1))
-    with listening(job.stop_timeout, speaks=here.main), here.failing():
-        _exit_code = run(job, folder, here)
-
-
-def _quoted(folder: Path) -> str:
-    """For Hydra's grammar, to which commas, brackets and = mean something."""
-    return "'" + str(folder).replace("'", "\\'") + "'"
-
-
-def _run_folder(output_dir: str, name: str, resume: str, dry_run: bool) -> str:
-    """Rank 0 decides for all."""
-    return _ranks.from_main(lambda: _folder(output_dir, name, resume, dry_run)) if _ranks else _folder(output_dir, name, resume, dry_run)
-
-
-def _folder(output_dir: str, name: str, resume: str, dry_run: bool) -> str:
-    """A new folder named by the time; or the one to resume: the newest of this recipe that did not reach its end."""
-    if dry_run:
-        return "."
-    if resume not in ("never", "auto", "must"):
-        return resume
-    newest = _newest(output_dir, name)
-    if resume != "never" and newest and not (newest / "summary.json").exists():
-        return str(newest)
-    started = f"{output_dir}/{name}/{datetime.now():%Y-%m-%d_%H-%M-%S}"
-    numbered = (f"{started}_{n}" for n in count(2))  # two runs may start in one second
-    return next(folder for folder in chain([started], numbered) if not Path(folder).exists())
-
-
-def _newest(output_dir: str, name: str) -> Path | None:
-    """The newest run of a recipe that got as far as to write its settings."""
-    return max((settings.parent for settings in (Path(output_dir) / name).glob("*/config.yaml")), default=None)
 
 
 if __name__ == "__main__":

@@ -37,8 +37,6 @@ from hybrid_rl.run_folder.metrics import Metrics
 from hybrid_rl.run_folder.rollouts import remove_old, write_rollouts
 from hybrid_rl.types import Group
 
-GOES_ON = "the same command with resume=auto goes on from there"
-
 
 @dataclass(slots=True)
 class Session:
@@ -52,6 +50,7 @@ class Session:
     metrics: Metrics
     console: Console
     resumed: checkpoint.Checkpoint | None = None
+    data: dict[str, str] = field(default_factory=dict)  # digests of the tasks and of the reward's source
     version: int = 0  # of the policy's weights: the number of RL updates they have seen
     trained_steps: int = 0  # RL steps with an update
     empty_steps: int = 0  # RL steps in a row, up to the last one, without a gradient to train on
@@ -65,6 +64,11 @@ class Session:
     @property
     def ranks(self) -> Ranks:
         return self.policy.ranks
+
+    @property
+    def data_seed(self) -> int:
+        """Of the order in which tasks are drawn."""
+        return self.config.seed if self.config.data_seed is None else self.config.data_seed
 
     @property
     def engine_kind(self) -> EngineKind:
@@ -143,7 +147,9 @@ class Session:
         trained: Collection[tuple[int, int]] = (),
     ) -> None:  # fmt: skip
         """As save_rollouts, to any file and on every rank that calls."""
-        prompts = [str(self.policy.tokenizer.decode(g.rollouts[0].token_ids[: g.rollouts[0].prompt_length])) for g in groups]
+        prompts = [
+            str(self.policy.tokenizer.decode(g.rollouts[0].token_ids[: g.rollouts[0].prompt_length])) for g in groups
+        ]
         write_rollouts(path, groups, prompts, advantages, trained)
 
     def seed_step(self, stage: str, step: int) -> None:
@@ -156,7 +162,9 @@ class Session:
 
     # ---- checkpoints, and where a run may end ----------------------------------------------------------------------------------
 
-    def save_checkpoint(self, stage: str, step: int, optimizer: Optimizer | None, critic: Critic | None = None, **state: object) -> None:
+    def save_checkpoint(
+        self, stage: str, step: int, optimizer: Optimizer | None, critic: Critic | None = None, **state: object
+    ) -> None:
         """Everything a later process needs to go on from here, the metrics written so far included. Collective.
 
         With checkpoint.background it is on the disk only after publish_checkpoint.
@@ -165,6 +173,7 @@ class Session:
         shared = {
             "version": self.version, "metrics_lines": self.metrics.lines, "evaluations": self.evaluations, "best": self.best,
             "trained_steps": self.trained_steps, "empty_steps": self.empty_steps, "seconds": self.spent(), "versions": versions(),
+            "data": self.data,
         }  # fmt: skip
         roles = {}
         if critic:
@@ -172,7 +181,9 @@ class Session:
             roles["critic"] = critic.model, critic.optimizer
         with self.timed("checkpoint"):
             self.metrics.sync()  # a checkpoint's lines are never fewer than it says, whatever happens to the machine
-            self.saving = checkpoint.begin(self.folder / "checkpoints", stage, step, self.policy, optimizer, {**shared, **state}, roles)
+            self.saving = checkpoint.begin(
+                self.folder / "checkpoints", stage, step, self.policy, optimizer, {**shared, **state}, roles
+            )
         if not self.config.checkpoint.background:
             self.publish_checkpoint()
 
@@ -195,4 +206,4 @@ class Session:
     def stop(self, number: int, where: str) -> NoReturn:
         """End the run, saved as it is. Collective."""
         self.publish_checkpoint()
-        raise signals.Stopped(number, f"{where}; {GOES_ON}")
+        raise signals.Stopped(number, f"{where}; resume={self.folder} goes on from there")

@@ -22,12 +22,12 @@ def train_sft(s: Session) -> None:
     config, policy = s.config.sft, s.policy
     optimizer = make_optimizer(policy, config.optimizer, config.steps)
     examples = [demonstration(task, policy.tokenizer, s.config.rollout.max_prompt_tokens) for task in s.tasks.sft]
-    curriculum = Curriculum(examples, config.curriculum * config.steps, s.config.seed)
-    start, window = s.resumed_step("sft"), []
+    curriculum = Curriculum(examples, config.curriculum * config.steps, s.data_seed)
+    start, window = s.resumed_step("sft"), list[dict[str, float]]()
     if s.resumed and start:
         s.resumed.restore_optimizer(optimizer)
-        curriculum.sampler.restore(s.resumed.state["sampler"])
-        window = s.resumed.state["window"]
+        s.resumed.restore("sampler", curriculum.sampler.restore)
+        s.resumed.restore("window", window.extend)
     say_every = LOG_EVERY * max(1, round(config.steps / LOG_EVERY / 10))  # about ten lines a stage
     since = time.perf_counter()
     with s.timed("sft"), s.console.progress("SFT", config.steps) as advance:
@@ -54,7 +54,9 @@ def train_sft(s: Session) -> None:
                     s.console.say(sft_line(values, config.steps))
                 window, since = [], time.perf_counter()
                 s.publish_checkpoint(wait=False)
-            stopping = step < config.steps and s.stop_asked()  # after the last one the stage is evaluated and saved anyway
+            stopping = (
+                step < config.steps and s.stop_asked()
+            )  # after the last one the stage is evaluated and saved anyway
             due = config.checkpoint_every and step % config.checkpoint_every == 0
             if step < config.steps and (due or stopping):
                 s.save_checkpoint("sft", step, optimizer, sampler=curriculum.sampler.state(), window=window)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 import signal
 import time
 from contextlib import ExitStack, suppress
@@ -15,14 +14,13 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import yaml
 from omegaconf import OmegaConf
 from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
 from hybrid_rl.algo.contract import check_parts
 from hybrid_rl.algo.declared import PartError, removed_signal
-from hybrid_rl.config import Config, EngineKind, ExportDtype
+from hybrid_rl.config import Config, EngineKind, ExportDtype, only_evaluates
 from hybrid_rl.data import DataError, TaskSets, load_task_sets, template_arguments
 from hybrid_rl.data.render import Checked, check_prompts
 from hybrid_rl.data.template import fix_template
@@ -50,9 +48,19 @@ from hybrid_rl.rollout.rewards import RewardError, Scorer
 from hybrid_rl.run_folder import checkpoint
 from hybrid_rl.run_folder.checkpoint import CheckpointError
 from hybrid_rl.run_folder.clock import read_clock, start_clock
-from hybrid_rl.run_folder.files import FolderInUse, alone_in, json_text, remove_unfinished, sync_tree, write_json, write_text
+from hybrid_rl.run_folder.files import (
+    FolderInUse,
+    alone_in,
+    json_text,
+    remove,
+    remove_unfinished,
+    sync_tree,
+    write_json,
+    write_text,
+)
 from hybrid_rl.run_folder.metrics import Metrics
-from hybrid_rl.session import GOES_ON, Session
+from hybrid_rl.run_folder.resume import check_data, digests, resume_point
+from hybrid_rl.session import Session
 from hybrid_rl.sft import train_sft
 
 # What ends a run with one line instead of a traceback: the line says what to do.
@@ -80,14 +88,22 @@ def run(config: Config, folder: Path, ranks: Ranks | None = None) -> int:
         Console().say(f"hybrid_rl: {error}")
         return 1
     except OSError as error:
-        if error.errno not in DISK:
+        if error.errno not in DISK and not _inside(error.filename, folder):
             raise
-        Console().say(f"hybrid_rl: {folder} cannot be written to: {error.strerror}; its last checkpoint is whole, {GOES_ON}")
+        what = f"{folder} cannot be written to" if error.errno in DISK else f"{error.filename} cannot be used"
+        Console().say(
+            f"hybrid_rl: {what}: {error.strerror}; its last checkpoint is whole; resume={folder} goes on from there"
+        )
         return 1
     except Stopped as stopped:
         console.say(f"hybrid_rl: {signal.Signals(stopped.number).name}: {stopped}")
         return 128 + stopped.number
     return 0
+
+
+def _inside(name: object, folder: Path) -> bool:
+    """Whether the file of an OSError is one of the run's."""
+    return isinstance(name, str | os.PathLike) and Path(name).absolute().is_relative_to(folder.absolute())
 
 
 def _train(config: Config, folder: Path, console: Console, ranks: Ranks) -> None:
@@ -96,7 +112,7 @@ def _train(config: Config, folder: Path, console: Console, ranks: Ranks) -> None
         make_deterministic(config.seed)
     with ExitStack() as stack:
         ranks.from_main(lambda: stack.enter_context(alone_in(folder)))
-        resumed, notes = ranks.from_main(lambda: _resume_point(config, folder))
+        resumed, notes = ranks.from_main(lambda: resume_point(config, folder))
         ranks.from_main(lambda: remove_unfinished(folder))
         r = config.rollout
         scorer = Scorer(config.reward, r.reward_workers, r.reward_timeout, r.reward_start_timeout)
@@ -112,7 +128,9 @@ def _train(config: Config, folder: Path, console: Console, ranks: Ranks) -> None
             raise
         _finish(session)
         if config.rl.steps and config.rl.max_empty_steps and not session.trained_steps:
-            raise NothingTrained(f"the run trained nothing: none of its RL steps had a gradient; see why in {folder / 'report.html'}")
+            raise NothingTrained(
+                f"the run trained nothing: none of its RL steps had a gradient; see why in {folder / 'report.html'}"
+            )
 
 
 def _let_go(s: Session) -> None:
@@ -126,6 +144,10 @@ def _let_go(s: Session) -> None:
 
 def _stages(s: Session) -> None:
     """Evaluate, warm up, evaluate, train with RL, evaluate; a resumed run starts in the stage its checkpoint is of."""
+    if only_evaluates(s.config):
+        s.console.heading("Evaluation")
+        _evaluate(s, "model")
+        return
     stage = s.resumed.state["stage"] if s.resumed else "base"
     if number := s.stop_asked():
         if s.resumed:
@@ -175,6 +197,9 @@ def _build(
         rl_tasks=r.batch_size // r.group_size if config.rl.steps else 0,
         sft_tasks=config.sft.batch_size if config.sft.steps else 0,
     )
+    data = ranks.from_main(lambda: digests(config, tasks))
+    if resumed:
+        notes += check_data(resumed, data)
     model_folder = Path(config.model.path) if config.model.path else folder / "base_model"
     if not config.model.path and resumed is None:
         ranks.from_main(lambda: _make_tiny(model_folder, config))
@@ -193,17 +218,23 @@ def _build(
     ranks.from_main(lambda: (folder / "rollouts").mkdir(parents=True, exist_ok=True))
     if resumed is None:
         ranks.from_main(lambda: write_text(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config))))
-    metrics = Metrics(folder / "metrics.jsonl" if ranks.main else None, keep_lines=resumed.state["metrics_lines"] if resumed else 0)
+    metrics = Metrics(
+        folder / "metrics.jsonl" if ranks.main else None, keep_lines=resumed.state["metrics_lines"] if resumed else 0
+    )
     engine = make_engine(config, policy, model_folder, folder)
-    session = Session(config, folder, model_folder, policy, engine, tasks, scorer, metrics, console, resumed)
+    session = Session(config, folder, model_folder, policy, engine, tasks, scorer, metrics, console, resumed, data=data)
     if resumed:
-        ranks.on_all(lambda: engine.sleep([KV_CACHE, WEIGHTS]))  # a new one is awake, and a resumed run may go on with training
+        ranks.on_all(
+            lambda: engine.sleep([KV_CACHE, WEIGHTS])
+        )  # a new one is awake, and a resumed run may go on with training
         resumed.restore_policy(policy)
         session.version, session.evaluations = resumed.state["version"], resumed.state["evaluations"]
         session.trained_steps = resumed.state.get("trained_steps", 1)  # checkpoints of earlier versions do not count
         session.empty_steps = resumed.state.get("empty_steps", 0)
         session.seconds, session.best = resumed.state["seconds"], resumed.state["best"]
-        ranks.from_main(lambda: (folder / "summary.json").unlink(missing_ok=True))  # it marks a finished run, and this one goes on
+        ranks.from_main(
+            lambda: (folder / "summary.json").unlink(missing_ok=True)
+        )  # it marks a finished run, and this one goes on
     return session
 
 
@@ -218,7 +249,7 @@ def _check_prompts(tasks: TaskSets, model_folder: Path, config: Config, now: dat
 
 
 def _make_tiny(folder: Path, config: Config) -> None:
-    shutil.rmtree(folder, ignore_errors=True)  # what a run killed before its first checkpoint left
+    remove(folder)  # what a run killed before its first checkpoint left
     tiny.create(folder, config.model.tiny, config.seed)
 
 
@@ -232,83 +263,33 @@ def _introduce(s: Session, notes: list[str]) -> None:
         f"engine {s.engine_kind.value} ({ENGINES[s.engine_kind]}), layout {s.policy.layout}, compute {str(s.policy.dtype).removeprefix('torch.')}"
     )
     trained = sum(p.numel() for p in s.policy.trainable.values())
-    adapters = f", of which {trained:,} are trained (LoRA adapters of rank {config.policy.lora.rank})" if config.policy.lora.rank else ""
+    adapters = (
+        f", of which {trained:,} are trained (LoRA adapters of rank {config.policy.lora.rank})"
+        if config.policy.lora.rank
+        else ""
+    )
     say(f"model:   {config.model.path or 'embedded tiny Qwen3'}, {s.policy.parameter_count():,} parameters{adapters}")
     say(f"tasks:   {len(s.tasks.sft):,} for SFT, {len(s.tasks.rl):,} for RL, {len(s.tasks.eval):,} held out")
     if removed := removed_signal(config.algo.advantage, config.algo.silent_by):
         say(f"note:    {removed}")
     if s.engine_kind == EngineKind.sglang and (names := withheld()):
-        say(f"note:    SGLang's process is started without {', '.join(names)}: they could change its samples, or the memory it gives back")
+        say(
+            f"note:    SGLang's process is started without {', '.join(names)}: they could change its samples, or the memory it gives back"
+        )
     if config.rollout.top_k or config.rollout.top_p < 1:
-        say("note:    top-k or top-p restrict sampling; the update still compares whole distributions, so ratios are biased")
+        say(
+            "note:    top-k or top-p restrict sampling; the update still compares whole distributions, so ratios are biased"
+        )
     if s.resumed:
         say(f"resumed: {s.resumed.folder.name}, version {s.version}")
     for note in notes:
         say(f"note:    {note}")
 
 
-def _resume_point(config: Config, folder: Path) -> tuple[checkpoint.Checkpoint | None, list[str]]:
-    """The folder's newest complete checkpoint where the run may go on from it, and what a reader should know about that.
-
-    Raises CheckpointError for a changed configuration, and where there was a checkpoint and is none now: nothing is begun again silently.
-    """
-    if config.resume == "never":
-        return None, []
-    root, found = folder / "checkpoints", checkpoint.latest(folder / "checkpoints")
-    lines = (folder / "metrics.jsonl").read_bytes().splitlines() if (folder / "metrics.jsonl").exists() else []
-    if found is None:
-        incomplete = sorted(f.name for f in root.glob("[!.]*") if f.name != "reference") if root.is_dir() else []
-        trained = any(line.startswith(b'{"stage": "rl"') for line in lines)  # RL begins with a checkpoint
-        if config.resume != "auto" or incomplete or trained:
-            which = f" ({', '.join(incomplete)}: without {checkpoint.MARKER})" if incomplete else ""
-            raise CheckpointError(f"resume={config.resume}: there is no complete checkpoint in {root}{which}; resume=never for a new run")
-        killed = f"{folder} was ended before its first checkpoint; it begins again"
-        return None, [killed] if (folder / "config.yaml").exists() else []
-    if found.state["stage"] == "rl" and found.state["step"] > config.rl.steps:
-        raise CheckpointError(f"{found.folder} is past rl.steps={config.rl.steps}; raise rl.steps, or resume=never for a new run")
-    try:
-        saved = _flat(yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise CheckpointError(f"{folder / 'config.yaml'} is missing or damaged; resume=never for a new run") from error
-    now = _flat(yaml.safe_load(OmegaConf.to_yaml(OmegaConf.structured(config))))
-    changed = [f"{key}: {saved.get(key)} → {now.get(key)}" for key in sorted(saved.keys() | now.keys()) if saved.get(key) != now.get(key)]
-    refused = [change for change in changed if not change.startswith(MAY_CHANGE)]
-    if refused:
-        raise CheckpointError(f"{folder} was started with other settings ({'; '.join(refused)}); use those, or resume=never for a new run")
-    if len(lines) < (expected := found.state["metrics_lines"]):
-        raise CheckpointError(
-            f"{folder / 'metrics.jsonl'} has {len(lines)} lines, {found.folder.name} was saved after {expected}; resume=never for a new run"
-        )
-    notes = [f"changed since it was started: {change}" for change in changed if not change.startswith(("resume:", "output_dir:"))]
-    old, new = found.state["versions"], versions()
-    if other := [f"{name} {old.get(name)} → {new.get(name)}" for name in sorted(old | new) if old.get(name) != new.get(name)]:
-        notes.append(f"other code than saved it ({', '.join(other)}): the numbers may differ from those of a run that was never ended")
-    return found, notes
-
-
-MAY_CHANGE = (
-    "resume:", "output_dir:", "rl.steps:", "rl.checkpoint_every:", "rl.keep_checkpoints:", "rl.keep_best:", "rl.eval_every:", "rl.max_empty_steps:",
-    "rollout.keep_steps:",
-    "sft.checkpoint_every:", "checkpoint.", "export.", "ranks:", "rank_timeout:", "rollout.max_reward_failures:", "stop_timeout:", "rollout.reward_start_timeout:",
-    "policy.shard:", "policy.offload:", "policy.activation_checkpointing:", "handover.", "engine.timeout:", "engine.start_timeout:",
-    "engine.restarts:", "engine.memory_fraction:", "engine.tensor_parallel:",
-)  # fmt: skip
-
-
-def _flat(node: object, prefix: str = "") -> dict[str, object]:
-    if not isinstance(node, dict):
-        return {prefix[:-1]: node}
-    return {key: value for name, child in node.items() for key, value in _flat(child, f"{prefix}{name}.").items()}
-
-
 def _finish(s: Session) -> None:
     """Export the model, write summary and report, say where they lie. The summary comes last: it marks a finished run."""
-    with s.timed("export"):
-        exported = s.folder / ".final"
-        for left in (exported, exported.with_name(f"{exported.name}_adapter")):
-            s.ranks.from_main(partial(_remove, left))
-        s.policy.export(exported, float32=s.config.export.dtype == ExportDtype.float32)
-        s.ranks.from_main(lambda: _put(exported, s.folder / "final"))
+    if not only_evaluates(s.config):
+        _export(s)
     if s.ranks.main and s.best:  # the last evaluation may have found a better one than that which was kept
         checkpoint.prune(s.folder / "checkpoints", s.config.rl.keep_checkpoints, s.best_checkpoint)
     s.metrics.close()
@@ -317,7 +298,7 @@ def _finish(s: Session) -> None:
         return
     summary = {
         "name": s.config.name, "seed": s.config.seed,
-        **{f"eval/{name}": s.evaluations.get(name) for name in ("base", "sft", "rl")},
+        **{f"eval/{name}": s.evaluations.get(name) for name in (("model",) if only_evaluates(s.config) else ("base", "sft", "rl"))},
         "best": {**s.best, "checkpoint": f"checkpoints/{s.best_checkpoint}"} if s.best else None,
         "seconds": s.spent(),
         "versions": versions(), "machine": machine(), "ranks": s.ranks.world,
@@ -334,9 +315,20 @@ def _finish(s: Session) -> None:
         s.console.say(f"best:    {s.folder / 'checkpoints' / str(s.best_checkpoint)}, reward {s.best['reward']:.3f}")
     s.console.say(f"report:  {report}")
     s.console.say(f"samples: {s.folder / 'samples.md'}")
+    if only_evaluates(s.config):
+        return
     s.console.say(f"model:   {s.folder / 'final'}")
     if s.config.policy.lora.rank:
         s.console.say(f"adapter: {s.folder / 'final_adapter'}")
+
+
+def _export(s: Session) -> None:
+    with s.timed("export"):
+        exported = s.folder / ".final"
+        for left in (exported, exported.with_name(f"{exported.name}_adapter")):
+            s.ranks.from_main(partial(remove, left))
+        s.policy.export(exported, float32=s.config.export.dtype == ExportDtype.float32)
+        s.ranks.from_main(lambda: _put(exported, s.folder / "final"))
 
 
 def _put(exported: Path, final: Path) -> None:
@@ -345,9 +337,5 @@ def _put(exported: Path, final: Path) -> None:
         made, wanted = (folder.with_name(folder.name + suffix) for folder in (exported, final))
         if made.exists():
             sync_tree(made)
-            _remove(wanted)
+            remove(wanted)
             os.replace(made, wanted)
-
-
-def _remove(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)

@@ -124,7 +124,9 @@ class Rollout:
     def shape(self, part: str, value: float) -> None:
         """Add to the reward under a name of its own; the outcome stays what it was."""
         if self.reward is None or part in self.reward_parts:
-            raise ValueError(f"task {self.task_id}: {part!r} cannot be added to reward {self.reward} with parts {self.reward_parts}")
+            raise ValueError(
+                f"task {self.task_id}: {part!r} cannot be added to reward {self.reward} with parts {self.reward_parts}"
+            )
         self.reward += value
         self.reward_parts[part] = value
 
@@ -200,10 +202,14 @@ class PackedBatch:
 
     def __post_init__(self) -> None:
         if self.input_ids.shape != self.position_ids.shape or self.input_ids.dim() != 1:
-            raise ValueError(f"input_ids {tuple(self.input_ids.shape)} and position_ids {tuple(self.position_ids.shape)} must be equal [T]")
+            raise ValueError(
+                f"input_ids {tuple(self.input_ids.shape)} and position_ids {tuple(self.position_ids.shape)} must be equal [T]"
+            )
         if not (self.predict_at.shape == self.targets.shape == self.token_index.shape):
             raise ValueError("predict_at, targets and token_index must have one length")
-        if len(self.predict_at) and not 0 <= int(self.predict_at.min()) <= int(self.predict_at.max()) < len(self.input_ids):
+        if len(self.predict_at) and not 0 <= int(self.predict_at.min()) <= int(self.predict_at.max()) < len(
+            self.input_ids
+        ):
             raise ValueError("predict_at points outside the row")
 
     def to(self, device: Any) -> PackedBatch:

@@ -13,7 +13,9 @@ from torch import Tensor
 from hybrid_rl.algo.batch import Scored
 
 
-def scored(groups: list[list[float]], lengths: list[int] | None = None, dtype: torch.dtype = torch.float64, **columns: object) -> Scored:
+def scored(
+    groups: list[list[float]], lengths: list[int] | None = None, dtype: torch.dtype = torch.float64, **columns: object
+) -> Scored:
     """A batch of rewards by group; one token each and all kept, where nothing else is said."""
     outcomes = torch.tensor([r for group in groups for r in group], dtype=dtype)
     lengths = lengths or [1] * len(outcomes)

@@ -35,23 +35,34 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 WORDS = ["<reversed_text>", "</reversed_text>"]
 # init_std: far larger than for training, so that distributions are peaked and every weight matters
-TINY = TinyConfig(layers=2, hidden_size=32, intermediate_size=64, heads=4, kv_heads=2, head_dim=16, init_std=0.2, words=WORDS)
+TINY = TinyConfig(
+    layers=2, hidden_size=32, intermediate_size=64, heads=4, kv_heads=2, head_dim=16, init_std=0.2, words=WORDS
+)
 
 # architectures that run with hybrid_rl's attention: transformers' class prefix and what differs from the common shape
 RUNS: dict[str, tuple[str, dict]] = {
     "llama": ("Llama", {"tie_word_embeddings": False}),
     "qwen2": ("Qwen2", {}),  # biases on q, k, v
-    "granite": ("Granite", {"attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 1.0}),  # its own attention scale
+    "granite": (
+        "Granite",
+        {"attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 1.0},
+    ),  # its own attention scale
     "gemma": ("Gemma", {"head_dim": 8}),  # tied and scaled embeddings
     "gpt_neox": ("GPTNeoX", {"num_key_value_heads": None}),  # partial rotary, parallel residual
     "phi3": ("Phi3", {}),  # one matrix for q, k, v
     "granite_scaled": ("Granite", {"logits_scaling": 4.0}),  # logits divided after the head
     "cohere": ("Cohere", {}),  # logits multiplied after the head
     "mistral": ("Mistral", {"sliding_window": 5}),  # a window in every layer
-    "gemma2": ("Gemma2", {"head_dim": 8, "sliding_window": 3, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma2": (
+        "Gemma2",
+        {"head_dim": 8, "sliding_window": 3, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
     "gemma3": ("Gemma3", {"head_dim": 8, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}),
     "olmo3": ("Olmo3", {"sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]}),
-    "gpt_oss": ("GptOss", {"head_dim": 8, "num_local_experts": 4, "sliding_window": 4}),  # a sink in every head's softmax
+    "gpt_oss": (
+        "GptOss",
+        {"head_dim": 8, "num_local_experts": 4, "sliding_window": 4},
+    ),  # a sink in every head's softmax
     "qwen3_moe": ("Qwen3Moe", {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
 }
 # those whose samples must not be longer than the model's positions say
@@ -64,6 +75,7 @@ LONGROPE = {
 }
 LIMITED: dict[str, tuple[str, dict]] = {
     "gpt2": ("GPT2", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "max_position_embeddings": 32}),
+    "gptj": ("GPTJ", {"rotary_dim": 4, "max_position_embeddings": 32}),  # a table of sines
     "opt": ("OPT", {"dropout": 0.0, "ffn_dim": 64, "word_embed_proj_dim": 32, "max_position_embeddings": 32}),
     "phi3_longrope": ("Phi3", {"max_position_embeddings": 64, "original_max_position_embeddings": 16, "rope_parameters": LONGROPE}),
     "llama_dynamic": ("Llama", {"max_position_embeddings": 16, "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}}),

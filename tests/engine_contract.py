@@ -25,7 +25,9 @@ PROMPTS = [[5], [70, 71], list(range(40, 49)), [200, 3, 3, 3, 120], list(range(1
 
 
 def requests(groups: int = 5, size: int = 4, first_seed: int = 0) -> list[Request]:
-    return [Request(g * size + i, PROMPTS[g], seed=first_seed + g * size + i) for g in range(groups) for i in range(size)]
+    return [
+        Request(g * size + i, PROMPTS[g], seed=first_seed + g * size + i) for g in range(groups) for i in range(size)
+    ]
 
 
 def collect(engine: Engine, wanted: list[Request], sampling: Sampling) -> dict[int, Completion]:
@@ -54,7 +56,9 @@ class EngineContract:
 
     # ---- the numbers -------------------------------------------------------------------------------------------------
 
-    def test_greedy_tokens_are_those_of_transformers(self, make_engine: MakeEngine, any_folder: Path, reference_of) -> None:
+    def test_greedy_tokens_are_those_of_transformers(
+        self, make_engine: MakeEngine, any_folder: Path, reference_of
+    ) -> None:
         out = collect(make_engine(any_folder), requests(size=1), Sampling(temperature=0.0, max_tokens=24))
         assert tokens(out) == {i: reference_of(any_folder).greedy(prompt, 24) for i, prompt in enumerate(PROMPTS)}
         for i, c in out.items():
@@ -62,14 +66,18 @@ class EngineContract:
             assert c.logprobs == pytest.approx(exact.tolist(), abs=self.tolerance, rel=0)
 
     @pytest.mark.parametrize("temperature", [0.6, 1.0])
-    def test_logprobs_are_at_the_sampling_temperature(self, make_engine, any_folder: Path, reference_of, temperature: float) -> None:
+    def test_logprobs_are_at_the_sampling_temperature(
+        self, make_engine, any_folder: Path, reference_of, temperature: float
+    ) -> None:
         out = collect(make_engine(any_folder), requests(), Sampling(temperature, max_tokens=16))
         for request in requests():
             exact = reference_of(any_folder).logprobs(request.prompt_ids, out[request.id].token_ids, temperature)
             assert out[request.id].logprobs == pytest.approx(exact.tolist(), abs=self.tolerance, rel=0)
 
     @pytest.mark.parametrize("sampling", [Sampling(0.6), Sampling(1.0, top_k=4), Sampling(1.0, top_p=0.5)], ids=str)
-    def test_first_tokens_have_the_models_distribution(self, make_engine, tiny_folder: Path, reference_of, sampling: Sampling) -> None:
+    def test_first_tokens_have_the_models_distribution(
+        self, make_engine, tiny_folder: Path, reference_of, sampling: Sampling
+    ) -> None:
         wanted = [Request(i, PROMPTS[2], seed=i) for i in range(2000)]
         out = collect(make_engine(tiny_folder, slots=64), wanted, replace(sampling, max_tokens=1))
         p = reference_of(tiny_folder).distribution(PROMPTS[2], sampling.temperature)[-1].exp().numpy()
@@ -100,7 +108,11 @@ class EngineContract:
 
     def test_a_seed_has_its_tokens_whatever_was_sampled_before(self, engine: Engine) -> None:
         expected = tokens(collect(engine, requests(), Sampling(max_tokens=12)))
-        for other in (Sampling(temperature=0.0, max_tokens=12), Sampling(top_k=3, max_tokens=5), Sampling(temperature=0.0, max_tokens=1)):
+        for other in (
+            Sampling(temperature=0.0, max_tokens=12),
+            Sampling(top_k=3, max_tokens=5),
+            Sampling(temperature=0.0, max_tokens=1),
+        ):
             collect(engine, requests(), other)
             assert tokens(collect(engine, requests(), Sampling(max_tokens=12))) == expected
 
@@ -143,7 +155,9 @@ class EngineContract:
 
     @pytest.mark.parametrize("slots", [3, 64])
     @pytest.mark.parametrize("finish_first", [1, 5])
-    def test_aborted_then_continued_equals_never_aborted(self, make_engine, folder_of, slots: int, finish_first: int) -> None:
+    def test_aborted_then_continued_equals_never_aborted(
+        self, make_engine, folder_of, slots: int, finish_first: int
+    ) -> None:
         folder, sampling, wanted = folder_of("staggered"), Sampling(0.8, max_tokens=16), requests()
         expected = collect(make_engine(folder), wanted, sampling)
         engine = make_engine(folder, slots=slots)
@@ -160,7 +174,10 @@ class EngineContract:
             assert c.versions == ([(0, len(c.token_ids))] if c.token_ids else [])
             assert c.token_ids == expected[i].token_ids[: len(c.logprobs)]
         engine.update_weights([checkpoint(folder)], version=1)  # the same weights under a new version
-        rest = [replace(wanted[i], sampled_ids=c.token_ids, sampled_logprobs=c.logprobs, versions=c.versions) for i, c in begun.items()]
+        rest = [
+            replace(wanted[i], sampled_ids=c.token_ids, sampled_logprobs=c.logprobs, versions=c.versions)
+            for i, c in begun.items()
+        ]
         continued = collect(engine, rest, sampling)
         assert tokens(done | continued) == tokens(expected)
         for i, c in continued.items():
@@ -176,7 +193,9 @@ class EngineContract:
         engine.update_weights([checkpoint(folder_of("qwen3", seed=1))], version=4)
         go_on = replace(request, sampled_ids=begun.token_ids, sampled_logprobs=begun.logprobs, versions=begun.versions)
         ended = collect(engine, [go_on], Sampling(max_tokens=14))[0]
-        old, new = (reference_of(folder_of("qwen3", seed=seed)).logprobs(PROMPTS[2], ended.token_ids, 1.0) for seed in (0, 1))
+        old, new = (
+            reference_of(folder_of("qwen3", seed=seed)).logprobs(PROMPTS[2], ended.token_ids, 1.0) for seed in (0, 1)
+        )
         assert ended.token_ids[:6] == begun.token_ids
         assert ended.versions == [(0, 6), (4, 8)]
         assert ended.logprobs == pytest.approx([*old[:6].tolist(), *new[6:].tolist()], abs=self.tolerance)
@@ -222,7 +241,9 @@ class EngineContract:
             with pytest.raises(EngineError, match="cuda_graph"):
                 call(["cuda_graph"])
 
-    def test_sleep_and_new_weights_are_refused_while_requests_run(self, engine: Engine, tiny_folder: Path, folder_of) -> None:
+    def test_sleep_and_new_weights_are_refused_while_requests_run(
+        self, engine: Engine, tiny_folder: Path, folder_of
+    ) -> None:
         sampling, other = Sampling(max_tokens=8), checkpoint(folder_of("qwen3", seed=1))
         expected = tokens(collect(engine, requests(), sampling))
         stream = engine.generate(requests(), sampling)
@@ -251,7 +272,9 @@ class EngineContract:
     # ---- weights -----------------------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("name", ["qwen3", "llama", "gemma", "phi3"])  # embeddings tied, untied, tied, untied
-    def test_after_new_weights_nothing_of_the_old_ones_is_left(self, make_engine: MakeEngine, folder_of, name: str) -> None:
+    def test_after_new_weights_nothing_of_the_old_ones_is_left(
+        self, make_engine: MakeEngine, folder_of, name: str
+    ) -> None:
         sampling, new = Sampling(max_tokens=8), checkpoint(folder_of(name, seed=1))
         expected = collect(make_engine(folder_of(name, seed=1)), requests(), sampling)
         engine = make_engine(folder_of(name))
@@ -265,7 +288,9 @@ class EngineContract:
 
     @pytest.mark.parametrize("name", ["qwen3", "llama"])
     @pytest.mark.parametrize("mistake", ["unknown", "shape", "missing", "stopped"])
-    def test_a_wrong_update_is_an_error_until_a_whole_one_is_there(self, make_engine, folder_of, name: str, mistake: str) -> None:
+    def test_a_wrong_update_is_an_error_until_a_whole_one_is_there(
+        self, make_engine, folder_of, name: str, mistake: str
+    ) -> None:
         engine, sampling = make_engine(folder_of(name)), Sampling(max_tokens=8)
         new = checkpoint(folder_of(name, seed=1))
         wrong, victim = dict(new), "lm_head.weight" if name == "llama" and mistake == "missing" else list(new)[3]
@@ -289,7 +314,9 @@ class EngineContract:
             engine.generate(requests(), sampling)
         assert engine.version == 0
         engine.update_weights([new], version=1)
-        assert tokens(collect(engine, requests(), sampling)) == tokens(collect(make_engine(folder_of(name, seed=1)), requests(), sampling))
+        assert tokens(collect(engine, requests(), sampling)) == tokens(
+            collect(make_engine(folder_of(name, seed=1)), requests(), sampling)
+        )
 
     def test_weights_are_cast_to_the_engines_type_and_can_be_compared(self, make_engine, folder_of) -> None:
         engine, new = make_engine(folder_of("llama")), checkpoint(folder_of("llama", seed=1))
@@ -302,7 +329,11 @@ class EngineContract:
     def test_a_request_that_cannot_be_served_is_refused_with_its_numbers(self, engine: Engine) -> None:
         too_long, empty = Request(7, list(range(60)), 0), Request(7, [], 0)
         used_up = Request(7, [1], 0, [2] * 10, [-1.0] * 10, [(0, 10)])
-        for request, message in ((too_long, "request 7.*60.*10.*64"), (empty, "request 7.*empty"), (used_up, "request 7.*10")):
+        for request, message in (
+            (too_long, "request 7.*60.*10.*64"),
+            (empty, "request 7.*empty"),
+            (used_up, "request 7.*10"),
+        ):
             with pytest.raises(EngineError, match=message):
                 engine.generate([*requests(), request], Sampling(max_tokens=10))
         longest = Request(99, list(range(54)), seed=1)  # fits exactly

@@ -22,7 +22,8 @@ def tensor(value, dtype="float32", **how):
 
 
 KINDS_OF_EXCEPTIONS = {
-    e.__name__: e for e in (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit, BaseException, StopIteration)
+    e.__name__: e
+    for e in (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit, BaseException, StopIteration)
 }
 RESULTS = {
     "bool": lambda: True,

@@ -21,10 +21,14 @@ import torch.distributed as dist
 
 from hybrid_rl.processes.ranks import Ranks
 
-TIMEOUT = 60.0  # seconds that a rank waits for the others, and the caller for all of them, where a test does not say more
+TIMEOUT = (
+    60.0  # seconds that a rank waits for the others, and the caller for all of them, where a test does not say more
+)
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "transformers", "peft", "tests.conftest", "tests.ranks"])
+context.set_forkserver_preload(
+    ["torch", "torch.distributed.fsdp", "transformers", "peft", "tests.conftest", "tests.ranks"]
+)
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
@@ -34,7 +38,9 @@ def on_ranks(world: int, function: Callable[..., Any], *arguments: Any, timeout:
         pipes: list[tuple[Connection, Connection]] = [context.Pipe(duplex=False) for _ in range(world)]
         store = str(Path(folder) / "store")
         workers = [
-            context.Process(target=_worker, args=(Ranks(r, world, r, world), store, timeout, pipes[r][1], function, arguments))
+            context.Process(
+                target=_worker, args=(Ranks(r, world, r, world), store, timeout, pipes[r][1], function, arguments)
+            )
             for r in range(world)
         ]
         try:
@@ -67,12 +73,18 @@ def _worker(
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
-            "gloo", store=dist.FileStore(store, ranks.world), rank=ranks.rank, world_size=ranks.world, timeout=timedelta(seconds=timeout)
+            "gloo",
+            store=dist.FileStore(store, ranks.world),
+            rank=ranks.rank,
+            world_size=ranks.world,
+            timeout=timedelta(seconds=timeout),
         )
         result = (True, function(ranks, *arguments))
         dist.barrier()
     except BaseException:
         result = (False, traceback.format_exc())
-    sender.send_bytes(pickle.dumps(result))  # and not send(), which shares the memory of tensors with a process that is about to end
+    sender.send_bytes(
+        pickle.dumps(result)
+    )  # and not send(), which shares the memory of tensors with a process that is about to end
     sender.close()
     os._exit(0)  # without gloo's own shutdown, which now and then aborts

@@ -15,7 +15,9 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang and what it brings are there, as far as the doctor looks."""
     found = importlib.util.find_spec("json")
     brought = ("sglang", "sgl_kernel", "torch_memory_saver")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, find=importlib.util.find_spec: found if name in brought else find(name))
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name, find=importlib.util.find_spec: found if name in brought else find(name)
+    )
 
 
 def by_name() -> dict[str, doctor.Check]:
@@ -48,7 +50,9 @@ def test_an_allocator_whose_memory_cannot_be_shared_is_named(installed, monkeypa
 
 
 def test_without_sglang_nobody_asks_for_what_it_needs(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, find=importlib.util.find_spec: None if name == "sglang" else find(name))
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name, find=importlib.util.find_spec: None if name == "sglang" else find(name)
+    )
     checks = by_name()
     assert not checks["SGLang"].ok
     assert checks["SGLang"].optional

@@ -28,10 +28,16 @@ class Evaluation:
     """One evaluation: what it wrote, printed and stored."""
 
     def __init__(self, policy: Policy, folder: Path, reward: str, sources: tuple[str, ...] = ("",), **settings: Any):
-        tasks = [Task(f"e{i}", ({"role": "user", "content": "x" * (i + 1)},), str(i), source=sources[i % len(sources)]) for i in range(6)]
+        tasks = [
+            Task(f"e{i}", ({"role": "user", "content": "x" * (i + 1)},), str(i), source=sources[i % len(sources)])
+            for i in range(6)
+        ]
         rollout = RolloutConfig(max_tokens=6, max_prompt_tokens=40)
         config = Config(rollout=rollout, eval=EvalConfig(**settings))
-        scorer, metrics = Scorer({"_target_": f"tests.rewards.{reward}"}, workers=1, timeout=5), Metrics(folder / "metrics.jsonl")
+        scorer, metrics = (
+            Scorer({"_target_": f"tests.rewards.{reward}"}, workers=1, timeout=5),
+            Metrics(folder / "metrics.jsonl"),
+        )
         engine = LocalEngine(policy.model, policy.end_ids(), 16, 64)
         session = Session(config, folder, folder, policy, engine, TaskSets([], [], tasks), scorer, metrics, Console())
         try:
@@ -62,11 +68,22 @@ def test_several_samples_a_task(policy: Policy, tmp_path: Path, shown: Any) -> N
     assert list(e.values["pass_at"]) == ["1", "2", "4"]
     for k, value in e.values["pass_at"].items():
         assert value == pytest.approx(fmean(fmean(map(any, combinations(of_task, int(k)))) for of_task in right)), k
-    assert e.values["correct"] == pytest.approx(fmean(fmean(of_task) for of_task in right)) == pytest.approx(e.values["pass_at"]["1"])
-    assert e.values["reward"] == e.returned == pytest.approx(fmean(r for of_task in rewards for r in of_task if r is not None))
+    assert (
+        e.values["correct"]
+        == pytest.approx(fmean(fmean(of_task) for of_task in right))
+        == pytest.approx(e.values["pass_at"]["1"])
+    )
+    assert (
+        e.values["reward"]
+        == e.returned
+        == pytest.approx(fmean(r for of_task in rewards for r in of_task if r is not None))
+    )
     assert (e.values["tasks"], e.values["samples"]) == (6, 5)
     line = shown()
-    assert f"on 6 held-out tasks × 5 samples, pass@1 {e.values['pass_at']['1']:.2f} pass@4 {e.values['pass_at']['4']:.2f}, length" in line
+    assert (
+        f"on 6 held-out tasks × 5 samples, pass@1 {e.values['pass_at']['1']:.2f} pass@4 {e.values['pass_at']['4']:.2f}, length"
+        in line
+    )
     assert "pass@2" not in line
 
 
@@ -114,11 +131,15 @@ def test_a_reward_of_weighted_parts_reaches_1() -> None:
     assert scores([group([0.7 + 0.2 + 0.1, 0.99])], 1.0)["correct"] == 0.5
 
 
-@pytest.mark.parametrize(("samples", "ks"), [(1, None), (2, ["1", "2"]), (3, ["1", "2"]), (4, ["1", "2", "4"]), (9, ["1", "2", "4", "8"])])
+@pytest.mark.parametrize(
+    ("samples", "ks"), [(1, None), (2, ["1", "2"]), (3, ["1", "2"]), (4, ["1", "2", "4"]), (9, ["1", "2", "4", "8"])]
+)
 def test_which_k(samples: int, ks: list[str] | None) -> None:
     values = scores([group([1.0] + [0.0] * (samples - 1)), group([0.0] * samples)], 1.0)
     assert (list(values["pass_at"]) if "pass_at" in values else None) == ks
     if samples == 4:
         assert values["pass_at"] == {"1": 0.125, "2": 0.25, "4": 0.5}
-        line = eval_line(values | {"name": "base", "tasks": 2, "samples": 4, "length": 1.0, "truncated": 0.0, "reward_errors": 0})
+        line = eval_line(
+            values | {"name": "base", "tasks": 2, "samples": 4, "length": 1.0, "truncated": 0.0, "reward_errors": 0}
+        )
         assert "reward 0.125 on 2 held-out tasks × 4 samples, pass@1 0.12 pass@4 0.50, length" in line

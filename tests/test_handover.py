@@ -110,7 +110,9 @@ def test_the_mismatch_of_one_step_is_below_a_millionth(policy):
     for temperature in (1.0, 0.6):
         engine = engine_of_version(policy)
         rollouts = []
-        for c in engine.generate([Request(i, [5, 9, 11], seed=i) for i in range(16)], Sampling(temperature=temperature, max_tokens=32)):
+        for c in engine.generate(
+            [Request(i, [5, 9, 11], seed=i) for i in range(16)], Sampling(temperature=temperature, max_tokens=32)
+        ):
             rollouts.append(Rollout("t", 0, c.id, c.id, [5, 9, 11]))
             rollouts[-1].add_sampled(c.token_ids, c.logprobs, c.versions)
         tokens = sampled_tokens(rollouts)
@@ -129,7 +131,9 @@ def stranger(folder: Path, dtype: torch.dtype = torch.float32) -> LocalEngine:
     return LocalEngine(model.eval(), frozenset([257]), 8, 64, "cpu", dtype)
 
 
-def received(ranks: Ranks, folder: Path, other: Path, bucket_bytes: int, shard: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def received(
+    ranks: Ranks, folder: Path, other: Path, bucket_bytes: int, shard: int, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
     policy, engine = Policy.load(folder, torch.device("cpu"), PolicyConfig(shard=shard), ranks), stranger(other, dtype)
     hand_over(policy, engine, 1, verify=True, bucket_bytes=bucket_bytes)
     assert engine.version == 1
@@ -174,7 +178,9 @@ def broken_on_one(ranks: Ranks, folder: Path, mistake: str) -> tuple[str, float,
     return "no error", 0.0, False
 
 
-@pytest.mark.parametrize(("mistake", "message"), [("name", "unknown name"), ("shape", "has shape"), ("crash", "no room for the bucket")])
+@pytest.mark.parametrize(
+    ("mistake", "message"), [("name", "unknown name"), ("shape", "has shape"), ("crash", "no room for the bucket")]
+)
 def test_an_error_on_one_rank_is_raised_on_all_and_nobody_waits(tiny_folder, mistake, message):
     for error, seconds, recovered in on_ranks(3, broken_on_one, tiny_folder, mistake):
         assert message in error
@@ -230,7 +236,14 @@ def peak_of(what) -> tuple[int, int]:
     before = resident()
     Path("/proc/self/clear_refs").write_text("5")  # forget the highest value so far
     what()
-    highest = next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")) * 1024
+    highest = (
+        next(
+            int(line.split()[1])
+            for line in Path("/proc/self/status").read_text().splitlines()
+            if line.startswith("VmHWM")
+        )
+        * 1024
+    )
     return highest - before, resident() - before
 
 
@@ -239,7 +252,9 @@ def allocated(what) -> tuple[int, int]:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         what()
     events = recorded.profiler.kineto_results.events()
-    course = list(accumulate(n for _, n in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")))
+    course = list(
+        accumulate(n for _, n in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"))
+    )
     return max(course), course[-1]
 
 
@@ -265,7 +280,9 @@ def test_peak_memory_is_shard_and_bucket_and_engine(big_folder):
         assert 7 * 2**20 < peak["small"] < 8 * 2**20 + transport
         assert size <= peak["whole"] < size + transport
         assert size <= peak["in place"] < size + 3 * transport  # a unit's shards lie beside it while it is put together
-        assert -1.15 * size < kept["given back"] < -0.99 * size  # all of it, and now and then a bucket that was let go late
+        assert (
+            -1.15 * size < kept["given back"] < -0.99 * size
+        )  # all of it, and now and then a bucket that was let go late
 
 
 def loaded(ranks: Ranks, tiny_folder: Path, folder: Path) -> tuple[int, int]:
@@ -289,7 +306,10 @@ def test_only_rank_0_ever_holds_a_whole_model_while_it_loads(tiny_folder, big_fo
 
 def cycles(ranks: Ranks, folder: Path) -> list[int]:
     policy = Policy.load(folder, torch.device("cpu"), PolicyConfig(), ranks)
-    engine, optimizer = LocalEngine(policy.sampler, policy.end_ids(), 8, 64), Optimizer(policy.trainable, OptimizerConfig(), 1, 1)
+    engine, optimizer = (
+        LocalEngine(policy.sampler, policy.end_ids(), 8, 64),
+        Optimizer(policy.trainable, OptimizerConfig(), 1, 1),
+    )
     used = []
     for version in range(25):
         hand_over(policy, engine, version, optimizer)
@@ -302,7 +322,9 @@ def cycles(ranks: Ranks, folder: Path) -> list[int]:
 @pytest.mark.parametrize("world", [1, 2])
 def test_25_cycles_do_not_grow_memory(big_folder, world):
     for used in on_ranks(world, cycles, big_folder):
-        assert min(used[-5:]) - min(used[:5]) < 96 * 2**20  # the transport keeps a few buffers; one layer kept a cycle would be 250 MB
+        assert (
+            min(used[-5:]) - min(used[:5]) < 96 * 2**20
+        )  # the transport keeps a few buffers; one layer kept a cycle would be 250 MB
 
 
 def test_ten_cycles_on_one_rank_leave_no_tensor_behind(big_folder):
@@ -364,7 +386,11 @@ def test_a_tied_matrix_stored_under_both_names_is_one(tmp_path, tiny_folder):
     save_file(weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}, file, {"format": "pt"})
     assert Checkpoint.read(tmp_path / "model") == before
     policy = Policy.load(tmp_path / "model", torch.device("cpu"))
-    names = {before.own_name(name, tensor) for bucket in policy.buckets(torch.float32, 2**20) for name, tensor in bucket.items()}
+    names = {
+        before.own_name(name, tensor)
+        for bucket in policy.buckets(torch.float32, 2**20)
+        for name, tensor in bucket.items()
+    }
     assert names == set(before.shapes)
     assert before.weight_bytes(torch.float32) == sum(tensor.nbytes for tensor in weights.values())
 
@@ -395,6 +421,8 @@ def test_memory_that_comes_late_is_waited_for(holder):
 def test_memory_that_never_comes_is_an_error_with_its_bytes(holder):
     used = lambda: psutil.Process(holder.pid).memory_info().rss  # noqa: E731
     start = time.monotonic()
-    with pytest.raises(EngineError, match=r"given back 0\.06 GiB, and 0\.00 GiB have come free within engine\.timeout=0\.5 s"):
+    with pytest.raises(
+        EngineError, match=r"given back 0\.06 GiB, and 0\.00 GiB have come free within engine\.timeout=0\.5 s"
+    ):
         given_back(used, used(), HOLDS, 0.5)
     assert 0.5 <= time.monotonic() - start < 5

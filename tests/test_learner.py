@@ -1,4 +1,5 @@
-"""From scored rollouts to gradients: every part of an algorithm in its place, against sums written out by hand in float64."""
+"""From scored rollouts to gradients: every part of an algorithm in its place, against sums written out by hand in
+float64."""
 
 from __future__ import annotations
 
@@ -13,7 +14,17 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.algo.declared import needs
-from hybrid_rl.config import AlgoConfig, KlConfig, KlEstimator, KlPlace, LayoutKind, OldLogprobs, OptimizerConfig, Reference, Schedule
+from hybrid_rl.config import (
+    AlgoConfig,
+    KlConfig,
+    KlEstimator,
+    KlPlace,
+    LayoutKind,
+    OldLogprobs,
+    OptimizerConfig,
+    Reference,
+    Schedule,
+)
 from hybrid_rl.learner import make_learner
 from hybrid_rl.model_folder.read import ModelError
 from hybrid_rl.policy.layout import pack
@@ -61,7 +72,9 @@ def learning(policy: Policy, tmp_path: Path):
     def make(**algo: Any) -> Session:
         made.append(session(policy, tmp_path, "constant"))
         made[-1].model_folder = Path(policy.model.config._name_or_path)
-        made[-1].config.algo = AlgoConfig(**{"advantage": part("mean_only.advantages"), "loss": part("reinforce.loss"), **algo})
+        made[-1].config.algo = AlgoConfig(
+            **{"advantage": part("mean_only.advantages"), "loss": part("reinforce.loss"), **algo}
+        )
         return made[-1]
 
     yield make
@@ -69,7 +82,9 @@ def learning(policy: Policy, tmp_path: Path):
         s.scorer.close()
 
 
-def gradient(s: Session, b: Batch, step: int = 1) -> tuple[dict[str, Tensor], dict[str, float], dict[tuple[int, int], float]]:
+def gradient(
+    s: Session, b: Batch, step: int = 1
+) -> tuple[dict[str, Tensor], dict[str, float], dict[tuple[int, int], float]]:
     learner = make_learner(s, 0)
     learner.optimizer = recorder = Recorder(s.policy.model)  # type: ignore[assignment]
     numbers, advantages = learner.learn(b, step)
@@ -77,7 +92,8 @@ def gradient(s: Session, b: Batch, step: int = 1) -> tuple[dict[str, Tensor], di
 
 
 def by_hand(policy: Policy, b: Batch, weights: dict[tuple[int, int], list[float]]) -> dict[str, Tensor]:
-    """Σ weight · ∇ log π over the tokens of each rollout named (group, index), from log-probabilities with a gradient."""
+    """Σ weight · ∇ log π over the tokens of each rollout named (group, index), from log-probabilities with a
+    gradient."""
     total = torch.zeros(())
     for (group, index), of_tokens in weights.items():
         rollout = b.groups[group].rollouts[index]
@@ -151,7 +167,9 @@ def test_a_batch_that_trains_nothing_says_why_and_measures_nothing(learning, pol
     assert (numbers["nothing_trained"], numbers["trained"], b.trained) == (case.split(",")[0], 0, set())
     if case in ("truncated", "corrected"):
         assert numbers["loss"] is numbers["entropy"] is numbers["grad_norm"] is numbers["clip_fraction"] is None
-        assert (numbers["mismatch_kl"] is None) == (case == "truncated"), "recomputed log-probabilities tell it without an update"
+        assert (numbers["mismatch_kl"] is None) == (case == "truncated"), (
+            "recomputed log-probabilities tell it without an update"
+        )
 
 
 def test_what_an_update_used_is_noted_rollout_by_rollout(learning):
@@ -197,9 +215,12 @@ def test_the_learning_rate_follows_the_steps_of_the_run(learning, schedule):
 
 
 def test_corrections_multiply_and_drop_together(learning, policy):
-    """tis caps the weight of a token; seq_mask drops whole rollouts, from the denominator too. Old log-probabilities are the trainer's."""
+    """tis caps the weight of a token; seq_mask drops whole rollouts, from the denominator too. Old log-probabilities
+    are the trainer's."""
     b = batch(near=policy)
-    b.rollouts[2].logprobs = [lp - 1.0 if m else 0.0 for lp, m in zip(b.rollouts[2].logprobs, b.rollouts[2].loss_mask, strict=True)]
+    b.rollouts[2].logprobs = [
+        lp - 1.0 if m else 0.0 for lp, m in zip(b.rollouts[2].logprobs, b.rollouts[2].loss_mask, strict=True)
+    ]
     own = score(policy, b.rollouts, 1.0)
     behaviour = torch.tensor([lp for r in b.rollouts for lp, m in zip(r.logprobs, r.loss_mask, strict=True) if m])
     ratios = [w.tolist() for w in (own - behaviour).exp().split(lengths(b))]
@@ -270,8 +291,11 @@ def test_the_adaptive_coefficient_moves_toward_its_target_and_is_saved(learning)
 
 @pytest.mark.parametrize("estimator", [KlEstimator.k2, KlEstimator.k3])
 @pytest.mark.parametrize(("unbiased", "minibatches"), [(None, 1), (None, 2), (True, 1), (False, 2)])
-def test_kl_in_the_loss_is_unbiased_where_a_batch_takes_several_updates(learning, policy, estimator, unbiased, minibatches):
-    """Of the first minibatch: coef / N · Σ (1 − e^d) or −d of a token as it stands, or ρ · (−d), which is both estimators' unbiased form."""
+def test_kl_in_the_loss_is_unbiased_where_a_batch_takes_several_updates(
+    learning, policy, estimator, unbiased, minibatches
+):
+    """Of the first minibatch: coef / N · Σ (1 − e^d) or −d of a token as it stands, or ρ · (−d), which is both
+    estimators' unbiased form."""
     s = learning(reference=Reference.frozen, minibatches=minibatches, kl=KlConfig(coef=0.5, estimator=estimator, unbiased=unbiased),
                  advantage=part("mean_only.advantages"))  # fmt: skip
     learner, b = make_learner(s, 0), batch()
@@ -311,7 +335,8 @@ def test_parts_of_the_reward_reach_the_advantage(learning):
 @pytest.mark.parametrize("rows", [("trees", 2048), ("packed", 40), ("padded", 24)])
 @pytest.mark.parametrize("kind", ["top_entropy", "opsm", "kl_cov"])
 def test_a_look_at_the_whole_minibatch_does_not_depend_on_rows(learning, policy, kind, rows):
-    """Against sums by hand: which tokens are chosen is found from plain log-probabilities and entropies of all of them."""
+    """Against sums by hand: which tokens are chosen is found from plain log-probabilities and entropies of all of
+    them."""
     b = batch()
     s = learning(
         selection={}
@@ -323,8 +348,12 @@ def test_a_look_at_the_whole_minibatch_does_not_depend_on_rows(learning, policy,
     with torch.no_grad():
         found = [policy.logprobs(pack([r], "padded", 2048)[0], 1.0) for r in b.rollouts]
     logprobs, entropy = torch.cat([f[0] for f in found]).double(), torch.cat([f[1] for f in found]).double()
-    behaviour = torch.tensor([lp for r in b.rollouts for lp, m in zip(r.logprobs, r.loss_mask, strict=True) if m], dtype=torch.float64)
-    advantages = torch.tensor([a for a, n in zip(centred(), lengths(b), strict=True) for _ in range(n)], dtype=torch.float64)
+    behaviour = torch.tensor(
+        [lp for r in b.rollouts for lp, m in zip(r.logprobs, r.loss_mask, strict=True) if m], dtype=torch.float64
+    )
+    advantages = torch.tensor(
+        [a for a, n in zip(centred(), lengths(b), strict=True) for _ in range(n)], dtype=torch.float64
+    )
     if kind == "top_entropy":
         chosen = entropy >= entropy.quantile(0.7)
     elif kind == "opsm":
@@ -356,7 +385,9 @@ def test_an_entropy_bonus_flattens_the_distribution(learning, policy):
 
     def entropy() -> float:
         with torch.no_grad():
-            return float(torch.cat([policy.logprobs(row, 1.0)[1] for row in pack(b.rollouts, "trees", 2048)]).double().mean())
+            return float(
+                torch.cat([policy.logprobs(row, 1.0)[1] for row in pack(b.rollouts, "trees", 2048)]).double().mean()
+            )
 
     h = 1e-3
     with torch.no_grad():
@@ -398,7 +429,10 @@ def test_the_teachers_opinion_is_the_advantage(learning, policy, tmp_path):
 def test_needs_are_found_in_nested_parts():
     assert needs(part("grpo.advantages")) <= {"group"}
     assert "values" in needs(part("gae.advantages"))
-    assert needs(part("opd.advantages", reward=part("remax.advantages", _partial_=True))) >= {"teacher_logprobs", "greedy"}
+    assert needs(part("opd.advantages", reward=part("remax.advantages", _partial_=True))) >= {
+        "teacher_logprobs",
+        "greedy",
+    }
 
 
 # ---- through the loop -------------------------------------------------------------------------------------------------
@@ -417,7 +451,9 @@ def trained(policy: Policy, folder: Path, reward: str, steps: int = 1, **algo: A
 
 def test_a_greedy_baseline_gives_silent_groups_a_signal(policy, tmp_path):
     """The reward counts letters: a group may well be silent, and yet above or below its greedy completion."""
-    (line,) = trained(policy, tmp_path, "length", advantage=part("remax.advantages"), loss=part("reinforce.loss"), silent_by="none")
+    (line,) = trained(
+        policy, tmp_path, "length", advantage=part("remax.advantages"), loss=part("reinforce.loss"), silent_by="none"
+    )
     assert line["rollouts"] == 4
     assert line["silent_groups"] == 0
     assert line["grad_norm"] > 0
@@ -444,5 +480,7 @@ def test_a_part_that_no_reward_has_ends_the_run_with_its_name(policy, tmp_path):
 
 
 def test_what_the_learner_knows_is_in_the_checkpoint(policy, tmp_path):
-    trained(policy, tmp_path, "hash_of_answer", reference=Reference.frozen, kl=KlConfig(coef=0.1, target=1e-9, horizon=10))
+    trained(
+        policy, tmp_path, "hash_of_answer", reference=Reference.frozen, kl=KlConfig(coef=0.1, target=1e-9, horizon=10)
+    )
     assert checkpoint.latest(tmp_path / "checkpoints").state["learner"]["kl_coef"] == pytest.approx(0.1 * (1 - 0.02))

@@ -15,7 +15,10 @@ pytestmark = pytest.mark.slow
 def finished(folder: Path, *overrides: str) -> Path:
     """A run's folder after the command that a user would type."""
     subprocess.run(
-        [sys.executable, "-m", "hybrid_rl.run", *overrides, f"hydra.run.dir={folder}"], cwd=folder.parent, check=True, timeout=1200
+        [sys.executable, "-m", "hybrid_rl.run", *overrides, f"hydra.run.dir={folder}"],
+        cwd=folder.parent,
+        check=True,
+        timeout=1200,
     )
     return folder
 
@@ -32,7 +35,11 @@ def test_the_recipe_learns_to_reverse(reversing: Path):
     assert result["eval/base"] <= 0.1
     assert 0.3 <= result["eval/sft"] <= 0.7
     assert result["eval/rl"] >= 0.8
-    steps = [json.loads(line) for line in (summary.parent / "metrics.jsonl").read_text().splitlines() if '"stage": "rl"' in line]
+    steps = [
+        json.loads(line)
+        for line in (summary.parent / "metrics.jsonl").read_text().splitlines()
+        if '"stage": "rl"' in line
+    ]
     assert len(steps) == 20
     assert all(step["rollouts"] == 128 for step in steps if not step["missing_groups"])
     assert steps[-1]["reward"] > steps[0]["reward"] + 0.2
@@ -43,7 +50,9 @@ def test_distilling_that_run_into_a_smaller_model_beats_sft_for_as_long(reversin
     """1,000 steps of SFT and 40 of distillation take the time of 1,800 steps of SFT; on the reward of longer sentences than the demonstrations'."""
     both = ("+recipe=reverse_opd", f"algo.teacher={reversing / 'final'}", "seed=1", "eval.samples=4")
     distilled = json.loads((finished(tmp_path / "distilled", *both) / "summary.json").read_text())
-    imitated = json.loads((finished(tmp_path / "imitated", *both, "sft.steps=1800", "rl.steps=0") / "summary.json").read_text())
+    imitated = json.loads(
+        (finished(tmp_path / "imitated", *both, "sft.steps=1800", "rl.steps=0") / "summary.json").read_text()
+    )
     assert distilled["eval/rl"] > distilled["eval/sft"] + 0.05
     assert distilled["eval/rl"] > imitated["eval/sft"] + 0.01
 
@@ -51,9 +60,13 @@ def test_distilling_that_run_into_a_smaller_model_beats_sft_for_as_long(reversin
 def test_an_installed_wheel_runs_in_an_empty_folder(tmp_path):
     """Built from the sources and put on the path instead of the checkout: conf and recipes travel inside."""
     pip = [sys.executable, "-m", "pip", "--quiet"]
-    subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", str(tmp_path / "wheel"), str(ROOT)], check=True, timeout=300)
+    subprocess.run(
+        [*pip, "wheel", "--no-deps", "--wheel-dir", str(tmp_path / "wheel"), str(ROOT)], check=True, timeout=300
+    )
     (wheel,) = (tmp_path / "wheel").glob("*.whl")
-    subprocess.run([*pip, "install", "--no-deps", "--target", str(tmp_path / "site"), str(wheel)], check=True, timeout=300)
+    subprocess.run(
+        [*pip, "install", "--no-deps", "--target", str(tmp_path / "site"), str(wheel)], check=True, timeout=300
+    )
     empty = tmp_path / "empty"
     empty.mkdir()
     small = [
@@ -66,7 +79,13 @@ def test_an_installed_wheel_runs_in_an_empty_folder(tmp_path):
         "rollout.max_tokens=16",
     ]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
-    subprocess.run([sys.executable, "-m", "hybrid_rl.run", "+recipe=reverse", *small], cwd=empty, env=environment, check=True, timeout=300)
+    subprocess.run(
+        [sys.executable, "-m", "hybrid_rl.run", "+recipe=reverse", *small],
+        cwd=empty,
+        env=environment,
+        check=True,
+        timeout=300,
+    )
     where = subprocess.run(
         [sys.executable, "-c", "import hybrid_rl, hybrid_rl.recipes.reverse as r; print(hybrid_rl.__file__, r.__file__)"],
         cwd=empty, env=environment, capture_output=True, text=True, check=True,

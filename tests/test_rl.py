@@ -56,7 +56,10 @@ class Recorder(LocalEngine):
 
 
 def session(policy, tmp_path, reward: str, engine: LocalEngine | None = None, **rl) -> Session:
-    tasks = {name: [Task(f"{name}{i}", ({"role": "user", "content": "x" * (i + 1)},), str(i)) for i in range(8)] for name in ("rl", "eval")}
+    tasks = {
+        name: [Task(f"{name}{i}", ({"role": "user", "content": "x" * (i + 1)},), str(i)) for i in range(8)]
+        for name in ("rl", "eval")
+    }
     config = Config(
         rollout=RolloutConfig(batch_size=4, group_size=2, max_tokens=6, max_prompt_tokens=40, max_replacements=1),
         rl=RlConfig(checkpoint_every=10, optimizer=OptimizerConfig(lr=1e-3), **rl),
@@ -65,7 +68,9 @@ def session(policy, tmp_path, reward: str, engine: LocalEngine | None = None, **
     scorer = Scorer({"_target_": f"tests.rewards.{reward}"}, workers=1, timeout=5)
     metrics = Metrics(tmp_path / "metrics.jsonl" if policy.ranks.main else None)
     console, engine = Console(quiet=not policy.ranks.main), engine or Recorder(policy)
-    return Session(config, tmp_path, tmp_path, policy, engine, TaskSets([], tasks["rl"], tasks["eval"]), scorer, metrics, console)
+    return Session(
+        config, tmp_path, tmp_path, policy, engine, TaskSets([], tasks["rl"], tasks["eval"]), scorer, metrics, console
+    )
 
 
 def noted(engine, call, real):
@@ -85,7 +90,10 @@ def test_the_order_of_a_steps_phases(policy, tmp_path, monkeypatch):
     hand_over = ["wake weights", "policy gather", "version {}", "policy park", "wake kv_cache"]
     evaluation = ["generate v{}"]
     train = ["generate v{}", "sleep kv_cache+weights", "policy reshard", "policy unpark", "(weights changed)"]
-    first, second = [c.format(0) for c in (*hand_over, *train)], [c.format(1) for c in (*hand_over, *evaluation, *train)]
+    first, second = (
+        [c.format(0) for c in (*hand_over, *train)],
+        [c.format(1) for c in (*hand_over, *evaluation, *train)],
+    )
     assert [call for call in s.engine.calls if call] == first + second[:-1]  # the last update is seen by nobody yet
     assert (s.engine.version, s.version) == (1, 2)
 
@@ -118,7 +126,10 @@ def test_truncated_rollouts_that_are_masked_are_not_called_trained(policy, tmp_p
         train_rl(s)
     finally:
         s.scorer.close()
-    assert "nothing was trained: every rollout reached rollout.max_tokens, and algo.mask_truncated" in capsys.readouterr().out
+    assert (
+        "nothing was trained: every rollout reached rollout.max_tokens, and algo.mask_truncated"
+        in capsys.readouterr().out
+    )
     rows = read_rollouts(tmp_path / "rollouts" / "step_0001.parquet")
     assert {(row["trained"], row["finish_reason"]) for row in rows} == {(False, "length")}
     assert all(row["outcome"] == row["reward"] for row in rows)
@@ -129,7 +140,8 @@ def test_steps_in_a_row_that_train_nothing_end_the_run_saved(policy, tmp_path, c
     s = session(policy, tmp_path, "constant", steps=9, max_empty_steps=3)
     s.empty_steps, s.trained_steps = 1, 4  # as a checkpoint says
     with pytest.raises(
-        NothingTrained, match=r"in 3 RL steps in a row \(rl.max_empty_steps=3\), in step 2 because every group .* check the reward"
+        NothingTrained,
+        match=r"in 3 RL steps in a row \(rl.max_empty_steps=3\), in step 2 because every group .* check the reward",
     ):
         train_rl(s)
     s.scorer.close()

@@ -34,7 +34,9 @@ TIMES = {"seconds", "memory", "memory_gib", "tokens_per_second"}
 
 def start(folder: Path, *overrides: str) -> subprocess.Popen:
     command = [sys.executable, "-m", "hybrid_rl.run", *SMALL, *overrides]
-    return subprocess.Popen(command, cwd=folder, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        command, cwd=folder, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 def run(folder: Path, *overrides: str, code: int = 0) -> str:
@@ -116,7 +118,11 @@ def test_mismatch_and_versions(whole):
 
 def test_a_batch_is_used_for_one_optimizer_step_a_minibatch(whole):
     """algo.minibatches=2: the groups of a step in two shares, or in one where there was only one group with a signal."""
-    trained = [{r["group_id"] for r in rows if r["trained"]} for name, rows in rollouts(whole[0]).items() if name.startswith("step_")]
+    trained = [
+        {r["group_id"] for r in rows if r["trained"]}
+        for name, rows in rollouts(whole[0]).items()
+        if name.startswith("step_")
+    ]
     expected = sum(min(2, len(groups)) for groups in trained)
     state = json.loads((run_folder(whole[0]) / "checkpoints" / "rl_000006" / "state.json").read_text())
     assert state["optimizer"]["steps"] == expected > 6
@@ -204,6 +210,109 @@ def test_errors_end_in_one_line(tmp_path):
     assert "Traceback" not in output
     if not torch.cuda.is_available():
         assert "torch sees no GPU; use device=cpu" in run(tmp_path, "device=cuda", code=1)
+
+
+def test_the_folder_alone_says_how_to_go_on(whole, tmp_path):
+    """No recipe and no override is repeated; what the run was started with is kept."""
+    folder = copied(whole, tmp_path)
+    command = [sys.executable, "-m", "hybrid_rl.run", f"resume={folder}", "rl.steps=7"]
+    output = subprocess.run(
+        command, cwd=tmp_path.parent, env=ENVIRONMENT, capture_output=True, text=True, check=True, timeout=240
+    ).stdout
+    assert "note:    changed since it was started: rl.steps: 6 → 7\n" in output
+    assert output.count("changed since") == 1
+    assert "step 7/7" in output
+
+
+def test_a_finished_model_is_evaluated_again(whole, tmp_path):
+    """Nothing is trained, saved or exported, and the line does not call it the base model; rewards are those of the run's own evaluation."""
+    model = run_folder(whole[0]) / "final"
+    command = [sys.executable, "-m", "hybrid_rl.evaluate", *SMALL, f"model.path={model}"]
+    output = subprocess.run(
+        command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=True, timeout=240
+    ).stdout
+    lines = [line for line in output.splitlines() if line.startswith("evaluation")]
+    (before,) = [line for line in whole[1].splitlines() if line.startswith("evaluation of the model after RL")]
+    assert lines[0] == before.replace("the model after RL", "the model")
+    assert re.fullmatch(r"evaluation reward: model 0\.\d{3}   \(\d+ s in all\)", lines[1])
+    folder = run_folder(tmp_path)
+    assert {p.name for p in folder.iterdir()} == {
+        "config.yaml",
+        "metrics.jsonl",
+        "summary.json",
+        "report.html",
+        "samples.md",
+        "rollouts",
+    }
+    assert [p.name for p in (folder / "rollouts").iterdir()] == ["eval_model.parquet"]
+    assert {key for key in json.loads((folder / "summary.json").read_text()) if key.startswith("eval/")} == {
+        "eval/model"
+    }
+
+
+SCRIPT = f"""
+from hybrid_rl.run import main
+
+SMALL = {[*SMALL, "sft.steps=0", "rl.steps=0", "eval.max_tasks=2"]}
+print("codes", main(SMALL), main([*SMALL, "seed=1"]), main([*SMALL, "seed=-1"]))
+"""
+
+
+def test_a_script_calls_main_twice_and_needs_no_main_guard(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    result = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=240
+    )
+    assert result.stdout.splitlines()[-1] == "codes 0 0 2", result.stderr
+    assert result.stderr == "hybrid_rl: seed=-1 (command line): must be at least 0\n"
+    assert len(list((tmp_path / "outputs" / "reverse").iterdir())) == 2
+
+
+def test_data_seed_varies_the_order_of_tasks_alone(tmp_path):
+    """The same model and the same random numbers of sampling; other tasks."""
+    for name, seeds in {"one": [], "two": ["data_seed=1"], "three": ["data_seed=0"]}.items():
+        run(tmp_path, "sft.steps=0", "rl.steps=1", "rl.checkpoint_every=1", *seeds, f"hydra.run.dir={name}")
+    first = {
+        name: read_rollouts(tmp_path / name / "rollouts" / "step_0001.parquet") for name in ("one", "two", "three")
+    }
+    assert [r["task_id"] for r in first["one"]] == [r["task_id"] for r in first["three"]]
+    assert {r["task_id"] for r in first["one"]} != {r["task_id"] for r in first["two"]}
+    assert [r["seed"] for r in first["one"]] == [r["seed"] for r in first["two"]]
+    models = [(tmp_path / name / "base_model" / "model.safetensors").read_bytes() for name in ("one", "two")]
+    assert models[0] == models[1]
+
+
+@pytest.mark.parametrize("launcher", ["basic", "joblib"])
+def test_a_sweep_s_exit_code_is_that_of_its_jobs(tmp_path, launcher):
+    """Also when Hydra's launcher runs them in other processes. One that fails does not end the others."""
+    if launcher == "joblib":
+        pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    jobs = ["-m", f"hydra/launcher={launcher}", "sft.steps=0", "rl.steps=0", "eval.max_tasks=2"]
+    output = run(tmp_path, *jobs, "data.eval_tasks=0,2", code=1)
+    assert output.count("the eval set has 0 tasks") == 1
+    assert output.count("evaluation reward:") == 1
+    assert run(tmp_path, *jobs, "seed=0,1", code=0).count("evaluation reward:") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["basic", "joblib"])
+def test_a_signal_ends_a_sweep_and_every_job_saves(tmp_path, launcher):
+    if launcher == "joblib":
+        pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    parallel = ["hydra.launcher.n_jobs=2"] if launcher == "joblib" else []
+    process = start(
+        tmp_path, "sft.steps=0", "rl.steps=9999", "-m", f"hydra/launcher={launcher}", *parallel, "seed=0,1,2"
+    )
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if sum(line.startswith("step ") for line in lines) == 2 * (1 + len(parallel)):
+            break
+    process.send_signal(signal.SIGTERM)
+    rest, _ = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert rest.count("of RL is done and saved") == 1 + len(parallel)
+    assert "".join(lines).count("sweep job") + rest.count("sweep job") == 1 + len(parallel)
 
 
 def test_a_sweep_runs_each_job_in_a_folder_of_its_own(tmp_path):

@@ -39,7 +39,9 @@ def test_two_ranks_are_one_run(one, two):
     assert sum(line.startswith("step ") for line in output.splitlines()) == 6
     assert {p.name for p in run_folder(folder).iterdir()} == {p.name for p in run_folder(one[0]).iterdir()}
     ours, theirs = metrics(folder), metrics(one[0])
-    assert [(line["stage"], line.get("step")) for line in ours] == [(line["stage"], line.get("step")) for line in theirs]
+    assert [(line["stage"], line.get("step")) for line in ours] == [
+        (line["stage"], line.get("step")) for line in theirs
+    ]
     for a, b in zip(ours[:5], theirs[:5], strict=True):  # evaluation, SFT, evaluation, first step
         assert a.keys() == b.keys()
         numbers = [key for key in a if isinstance(a[key], float) and key not in ("mismatch_kl", "cache_hit_rate")]
@@ -49,7 +51,9 @@ def test_two_ranks_are_one_run(one, two):
     first = [rollouts(f)["step_0001.parquet"] for f in (folder, one[0])]
     assert sum(a["token_ids"] == b["token_ids"] for a, b in zip(*first, strict=True)) > 0.9 * len(first[0])
     assert all(line["mismatch_kl"] < 1e-6 for line in ours if line["stage"] == "rl")
-    memory = next(json.loads(line)["memory"] for line in (run_folder(folder) / "metrics.jsonl").open() if '"rl"' in line)
+    memory = next(
+        json.loads(line)["memory"] for line in (run_folder(folder) / "metrics.jsonl").open() if '"rl"' in line
+    )
     assert list(memory) == ["handover", "rollout", "sleep", "update"]
     assert all(len(pair) == 2 for pair in memory.values())
 
@@ -66,12 +70,16 @@ def test_a_run_goes_on_with_another_number_of_ranks(two, tmp_path, ranks):
     output = run(tmp_path, f"resume={folder}", f"ranks={ranks}", "rl.steps=8")
     assert "resumed: rl_000006, version 6" in output
     lines = metrics(tmp_path)
-    assert lines[: len(metrics(two[0])) - 1] == metrics(two[0])[:-1]  # all but the evaluation that ended the shorter run
+    assert (
+        lines[: len(metrics(two[0])) - 1] == metrics(two[0])[:-1]
+    )  # all but the evaluation that ended the shorter run
     assert [line["step"] for line in lines if line["stage"] == "rl"] == list(range(1, 9))
     names = {p.name for p in (folder / "checkpoints" / "rl_000008").iterdir()}
     assert f"policy.00000-of-{ranks:05d}.safetensors" in names
     moved = [load_file(f / "final" / "model.safetensors") for f in (folder, run_folder(two[0]))]
-    assert all(0 < (moved[0][n] - moved[1][n]).abs().max() < 0.02 for n in moved[0])  # two steps of lr 4e-4, eight minibatches
+    assert all(
+        0 < (moved[0][n] - moved[1][n]).abs().max() < 0.02 for n in moved[0]
+    )  # two steps of lr 4e-4, eight minibatches
 
 
 def ranks_of(process: subprocess.Popen) -> list[psutil.Process]:
@@ -119,7 +127,9 @@ def test_an_error_of_all_ranks_is_said_once(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("torchrun", path=Path(sys.executable).parent), reason="torchrun is not beside this python")
+@pytest.mark.skipif(
+    not shutil.which("torchrun", path=Path(sys.executable).parent), reason="torchrun is not beside this python"
+)
 def test_two_nodes_of_torchrun_on_this_machine(one, tmp_path):
     """--nnodes 2: two launchers that know each other only by an address; parameters are sharded inside a node and replicated across."""
     torchrun = shutil.which("torchrun", path=Path(sys.executable).parent)
@@ -134,7 +144,9 @@ def test_two_nodes_of_torchrun_on_this_machine(one, tmp_path):
             ]  # fmt: skip
             environment = {**ENVIRONMENT, "GLOO_SOCKET_IFNAME": "lo"}
             nodes.append(
-                subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+                subprocess.Popen(
+                    command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+                )
             )
         outputs = [node.communicate(timeout=240)[0] for node in nodes]
     finally:

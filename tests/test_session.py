@@ -81,7 +81,9 @@ class Mortal(LocalEngine):
                     parameter.fill_(float("nan"))
 
 
-def trained(ranks: Ranks, folder: Path, where: Path, dies: dict[int, dict[int, int]], restarts: int = 2) -> dict[str, Any]:
+def trained(
+    ranks: Ranks, folder: Path, where: Path, dies: dict[int, dict[int, int]], restarts: int = 2
+) -> dict[str, Any]:
     """Two steps of RL with engines that die at the given calls of each rank."""
     policy, copy = Policy.load(folder, torch.device("cpu"), None, ranks), Policy.load(folder, torch.device("cpu"))
     s = session(policy, where, "hash_of_answer", Mortal(policy, copy, dies.get(ranks.rank, {})), steps=2, eval_every=1)
@@ -112,11 +114,15 @@ def trained(ranks: Ranks, folder: Path, where: Path, dies: dict[int, dict[int, i
 def test_a_run_goes_on_where_an_engine_died(tiny_folder: Path, tmp_path: Path, world: int, dies: dict) -> None:
     """Every token, version and reward is that of a run that nothing disturbed, and it is told which step it was."""
     whole, broken = (
-        on_ranks(world, trained, tiny_folder, made(tmp_path / name), died)[0] for name, died in (("whole", {}), ("broken", dies))
+        on_ranks(world, trained, tiny_folder, made(tmp_path / name), died)[0]
+        for name, died in (("whole", {}), ("broken", dies))
     )
     assert whole["error"] == broken["error"] == ""
     exact = ("task_id", "group_id", "index", "token_ids", "versions", "reward", "trained")
-    rows = [{name: [{key: row[key] for key in exact} for row in table] for name, table in r["rollouts"].items()} for r in (broken, whole)]
+    rows = [
+        {name: [{key: row[key] for key in exact} for row in table] for name, table in r["rollouts"].items()}
+        for r in (broken, whole)
+    ]
     assert rows[0] == rows[1]
     assert len(rows[0]) == 3
     for ours, theirs in zip(broken["steps"], whole["steps"], strict=True):
@@ -125,7 +131,11 @@ def test_a_run_goes_on_where_an_engine_died(tiny_folder: Path, tmp_path: Path, w
             (theirs["reward"], theirs["entropy"], theirs["grad_norm"]), rel=1e-4
         )
     assert [step["engine_restarts"] for step in whole["steps"]] == [0, 0]
-    assert sum(step["engine_restarts"] for step in broken["steps"]) == broken["restarts"] == max(len(calls) for calls in dies.values())
+    assert (
+        sum(step["engine_restarts"] for step in broken["steps"])
+        == broken["restarts"]
+        == max(len(calls) for calls in dies.values())
+    )
 
 
 def made(folder: Path) -> Path:
@@ -138,7 +148,9 @@ def test_restarts_have_an_end(tiny_folder: Path, tmp_path: Path, world: int) -> 
     dies = {world - 1: dict.fromkeys(range(1, 9), 0)}
     for result in on_ranks(world, trained, tiny_folder, made(tmp_path / "run"), dies, 2):
         assert result["restarts"] == 2
-        assert result["error"].startswith("the engine died 3 times, and engine.restarts=2; the engine's process has ended with code -9")
+        assert result["error"].startswith(
+            "the engine died 3 times, and engine.restarts=2; the engine's process has ended with code -9"
+        )
 
 
 def test_the_line_of_a_step_tells_of_restarts(tiny_folder: Path, tmp_path: Path, capsys) -> None:

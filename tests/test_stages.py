@@ -37,9 +37,14 @@ def test_a_run_that_trained_nothing_ends_with_an_error_after_its_report(tmp_path
     assert stages.run(configured(SILENT, "rl.steps=2", "rl.max_empty_steps=0"), tmp_path / "allowed") == 0
 
 
-def test_empty_steps_in_a_row_end_a_run_and_are_counted_on_when_it_is_resumed(tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_empty_steps_in_a_row_end_a_run_and_are_counted_on_when_it_is_resumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+):
     assert stages.run(configured(SILENT, "rl.steps=9", "rl.max_empty_steps=2"), tmp_path) == 1
-    assert re.match(r"hybrid_rl: nothing was trained in 2 RL steps in a row \(rl.max_empty_steps=2\), in step 2 because", said(capsys)[-1])
+    assert re.match(
+        r"hybrid_rl: nothing was trained in 2 RL steps in a row \(rl.max_empty_steps=2\), in step 2 because",
+        said(capsys)[-1],
+    )
     assert "<b>Nothing was trained</b>" in (tmp_path / "report.html").read_text()
     assert not (tmp_path / "summary.json").exists(), "it did not reach its end"
     assert stages.run(configured(SILENT, "rl.steps=9", "rl.max_empty_steps=4", f"resume={tmp_path}"), tmp_path) == 1
@@ -58,12 +63,15 @@ def test_a_resumed_run_whose_earlier_steps_trained_is_sound(tmp_path: Path):
 
 
 @pytest.mark.parametrize("max_tokens", [4, 8, 128])
-def test_what_a_plan_calls_typical_is_never_more_than_what_it_calls_at_most(tmp_path: Path, capsys: pytest.CaptureFixture, max_tokens: int):
+def test_what_a_plan_calls_typical_is_never_more_than_what_it_calls_at_most(
+    tmp_path: Path, capsys: pytest.CaptureFixture, max_tokens: int
+):
     config = configured("sft.steps=2", f"rollout.max_tokens={max_tokens}", "reward._target_=tests.rewards.constant")
     print_plan(config, tmp_path, Console(), Ranks())
     lines = {line.split("  ")[0]: line for line in said(capsys)}
     typical, most = (
-        [int(n.replace(",", "")) for n in re.findall(r"([\d,]+) (?:tokens|rows)", lines[name])] for name in ("typical", "at most")
+        [int(n.replace(",", "")) for n in re.findall(r"([\d,]+) (?:tokens|rows)", lines[name])]
+        for name in ("typical", "at most")
     )
     assert len(typical) == len(most) == 4
     assert all(t <= m for t, m in zip(typical, most, strict=True))

@@ -26,7 +26,9 @@ def test_task_needs_an_id() -> None:
         Task("", ASK, "answer")
 
 
-@pytest.mark.parametrize("messages", [(), ({"role": "user"},), ({"role": "user", "content": "x", "name": "y"},), (*ASK, {"content": "x"})])
+@pytest.mark.parametrize(
+    "messages", [(), ({"role": "user"},), ({"role": "user", "content": "x", "name": "y"},), (*ASK, {"content": "x"})]
+)
 def test_task_refuses_messages_that_are_not_role_and_content(messages: tuple) -> None:
     with pytest.raises(ValueError, match="task t: messages"):
         Task("t", messages, "answer")
@@ -76,7 +78,13 @@ def test_rollout_only_grows_and_keeps_its_lengths(prompt: list[int], segments: l
 
 @pytest.mark.parametrize(
     ("ids", "logprobs", "versions"),
-    [([5, 6], [-1.0], [(0, 2)]), ([5, 6], [-1.0, -1.0], [(0, 1)]), ([5], [-1.0], []), ([], [], [(0, 1)]), ([5], [-1.0], [(0, 1), (1, 1)])],
+    [
+        ([5, 6], [-1.0], [(0, 2)]),
+        ([5, 6], [-1.0, -1.0], [(0, 1)]),
+        ([5], [-1.0], []),
+        ([], [], [(0, 1)]),
+        ([5], [-1.0], [(0, 1), (1, 1)]),
+    ],
 )
 def test_rollout_refuses_facts_that_disagree_and_stays_as_it_was(ids: list, logprobs: list, versions: list) -> None:
     r = rollout()
@@ -119,7 +127,9 @@ def test_finish_and_score_record_and_refuse() -> None:
     assert r.reward_parts == {"format": 0.2}
 
 
-@pytest.mark.parametrize(("reward", "parts"), [(math.nan, {}), (math.inf, {}), (1.0, {"a": 0.0, "b": math.nan}), (1.0, {"a": -math.inf})])
+@pytest.mark.parametrize(
+    ("reward", "parts"), [(math.nan, {}), (math.inf, {}), (1.0, {"a": 0.0, "b": math.nan}), (1.0, {"a": -math.inf})]
+)
 def test_reward_must_be_finite(reward: float, parts: dict) -> None:
     r = rollout()
     with pytest.raises(ValueError, match="not finite"):
@@ -133,7 +143,14 @@ def test_reward_must_be_finite(reward: float, parts: dict) -> None:
 
 @pytest.mark.parametrize(
     "rollouts",
-    [[], [rollout(task="other")], [rollout(group=1)], [rollout(1), rollout(0)], [rollout(0), rollout(0)], [rollout(0), rollout(2)]],
+    [
+        [],
+        [rollout(task="other")],
+        [rollout(group=1)],
+        [rollout(1), rollout(0)],
+        [rollout(0), rollout(0)],
+        [rollout(0), rollout(2)],
+    ],
     ids=["empty", "task", "group", "order", "twice", "gap"],
 )
 def test_group_refuses_rollouts_that_are_not_its_own(rollouts: list[Rollout]) -> None:
@@ -157,7 +174,9 @@ def test_group_is_ready_when_all_rewards_are_in() -> None:
     assert group.failed
 
 
-@pytest.mark.parametrize(("rewards", "silent"), [([0.5] * 8, True), ([0.0, 0.0], True), ([1.0], True), ([0.5] * 7 + [0.51], False)])
+@pytest.mark.parametrize(
+    ("rewards", "silent"), [([0.5] * 8, True), ([0.0, 0.0], True), ([1.0], True), ([0.5] * 7 + [0.51], False)]
+)
 def test_group_with_equal_rewards_is_silent(rewards: list[float], silent: bool) -> None:
     assert Group(0, Task("t", ASK, "a"), [rollout(i, r) for i, r in enumerate(rewards)]).silent() is silent
 

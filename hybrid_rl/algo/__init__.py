@@ -1,1 +1,2 @@
-"""Advantages, losses and corrections: pure functions of tensors, one small file each, chosen by `_target_` in conf/algo."""
+"""Advantages, losses and corrections: pure functions of tensors, one small file each, chosen by `_target_` in
+conf/algo."""

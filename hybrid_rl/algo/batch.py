@@ -1,23 +1,27 @@
-"""What an algorithm's parts are computed from: the numbers of one batch, in rollout order, and no text, model or layout.
+"""What an algorithm's parts are computed from: the numbers of one batch, in rollout order, and no text, model or
+layout.
 
 A part is a plain function in a file of its own, chosen by `_target_`; its other arguments are configuration:
 
     advantages(batch: Scored, …)  → [R], one for each rollout, or [N], one for each sampled token
     correct(batch: Scored, …)     → weights [N], and which tokens are kept [N] bool
-    select(minibatch: Tokens, …)  → weights [N] of the tokens' losses, from the policy as it is before an update; 0 silences a token
+    select(minibatch: Tokens, …)  → weights [N] of the tokens' losses; 0 silences a token
+    look(minibatch: Tokens, …)    → numbers [N] for `tokens.look`; beside a loss, with the loss's arguments
     loss(tokens: Tokens, …)       → losses [M], and named [M] numbers whose means are reported
-    look(minibatch: Tokens, …)    → [N] numbers for `tokens.look`; beside a loss that must see the whole minibatch, with the loss's arguments
-    aggregate(kept, rollout, max_tokens, …) → weight [N] of each token's loss, and the number that their sum is divided by
+    aggregate(kept, rollout, max_tokens, …) → weight [N] of each token's loss, and what their sum is divided by
 
-A loss is called on rows: what it gives a token must not depend on the other rollouts it is called with. `select` and `look` are called
-once for each update, on the kept tokens of its whole minibatch. hybrid_rl/algo/contract.py holds parts to all this.
+A loss is called on rows: what it gives a token must not depend on the other rollouts it is called with. `select` and
+`look` see the kept tokens of an update's whole minibatch, before its rows, with the policy's log-probabilities and
+entropies as they are then. hybrid_rl/algo/contract.py holds parts to all this.
 
 A part's file states what the part needs and what it refuses; both are read from the source before torch loads:
 
     NEEDS = ("values",)             names from NEEDED in declared.py
     BOUNDS = {"clip_low": (0, 1)}   of arguments, both ends included; None: no end
-    def refuses(own, run): …        yields (key, problem) for what else cannot work; `own` are the part's arguments with their defaults, `run`
-                                    is the whole configuration. It runs alone: it sees its two arguments and builtins, and no import.
+    def refuses(own, run): …        yields (key, problem) for what else cannot work
+
+`own` are the part's arguments with their defaults, `run` is the whole configuration. `refuses` runs alone: it sees its
+two arguments and builtins, and no import.
 """
 
 from __future__ import annotations

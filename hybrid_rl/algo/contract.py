@@ -1,4 +1,5 @@
-"""Try an algorithm's parts on a small made-up batch before anything heavy loads: a part that breaks its contract is named in one line."""
+"""Try an algorithm's parts on a small made-up batch before anything heavy loads: a part that breaks its contract is
+named in one line."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ class Part:
         fits = isinstance(value, Tensor) and value.dim() == 1 and len(value) in sizes
         right = fits and {"number": True, "float": value.is_floating_point(), "bool": value.dtype == torch.bool}[kind]
         if not right:
-            raise self.error(f"returns {what}{_described(value)} where {' or '.join(f'[{n}]' for n in dict.fromkeys(sizes))} {kind} is due")
+            raise self.error(
+                f"returns {what}{_described(value)} where {' or '.join(f'[{n}]' for n in dict.fromkeys(sizes))} {kind} is due"
+            )
         if not bool(torch.isfinite(value).all()):
             raise self.error(f"returns {what}with NaN or infinite numbers")
         return value
@@ -66,7 +69,9 @@ def check_parts(config: Config) -> None:
     algo = config.algo
     with torch.random.fork_rng(devices=[]):
         batch = _made_up(config)
-        advantages = _check_advantage(_part("advantage", "algo.advantage", algo.advantage), batch, "values" in needs(algo.advantage))
+        advantages = _check_advantage(
+            _part("advantage", "algo.advantage", algo.advantage), batch, "values" in needs(algo.advantage)
+        )
         for name, part in algo.correction.items():
             _check_correction(_part("correction", f"algo.correction.{name}", part), batch)
         tokens = _tokens(batch)
@@ -87,7 +92,11 @@ def check_parts(config: Config) -> None:
 def look_of(loss: Mapping[str, Any]) -> Callable[[Tokens], Tensor] | None:
     """The `look` beside a loss, with the loss's arguments; None if there is none."""
     module = loss["_target_"].rpartition(".")[0]
-    return instantiate({**loss, "_target_": f"{module}.look"}, _partial_=True) if hasattr(get_object(module), "look") else None
+    return (
+        instantiate({**loss, "_target_": f"{module}.look"}, _partial_=True)
+        if hasattr(get_object(module), "look")
+        else None
+    )
 
 
 def _part(kind: str, key: str, part: Mapping[str, Any]) -> Part:
@@ -97,19 +106,30 @@ def _part(kind: str, key: str, part: Mapping[str, Any]) -> Part:
         cause: BaseException = error
         while cause.__cause__ is not None:  # Hydra's own errors wrap it
             cause = cause.__cause__
-        raise PartError(f"{key} ({part['_target_']}) cannot be loaded: {type(cause).__name__}: {_first_line(cause)}") from error
+        raise PartError(
+            f"{key} ({part['_target_']}) cannot be loaded: {type(cause).__name__}: {_first_line(cause)}"
+        ) from error
 
 
 def _check_advantage(part: Part, batch: Scored, with_values: bool) -> Tensor:
     """The advantages at the tokens, [N]."""
     result = part(batch)
     if isinstance(result, tuple) != with_values:
-        raise part.error(f"returns {_described(result)}, and its NEEDS {'names' if with_values else 'does not name'} values")
+        raise part.error(
+            f"returns {_described(result)}, and its NEEDS {'names' if with_values else 'does not name'} values"
+        )
     rollouts, tokens = len(batch.outcomes), len(batch.behaviour_logprobs)
     if with_values:
         result, targets = part.pair(result)
         part.without_gradient(part.tensor(targets, tokens, what="targets ", kind="float"))
     advantages = part.without_gradient(part.tensor(result, rollouts, tokens, kind="float"))
+    if not bool(advantages.any()):
+        alone = (
+            ": rollout.group_size=1 leaves a rollout nothing to be compared with"
+            if rollouts == len(batch.group_sizes)
+            else ""
+        )
+        raise part.error(f"is 0 for rollouts of unlike rewards, so that nothing would be trained{alone}")
     return batch.to_tokens(advantages) if len(advantages) == rollouts else advantages
 
 
@@ -172,7 +192,8 @@ class _Parts(dict[str, Tensor]):
 
 
 def _made_up(config: Config) -> Scored:
-    """Three groups of the run's size: unlike rewards, equal ones, and 0 and 1; rollouts of 1 to 4 tokens, of which the last is not kept."""
+    """Three groups of the run's size: unlike rewards, equal ones, and 0 and 1; rollouts of 1 to 4 tokens, of which the
+    last is not kept."""
     algo, size, draw = config.algo, config.rollout.group_size, torch.Generator().manual_seed(0)
     rollouts = 3 * size
     lengths = torch.arange(rollouts) % 4 + 1
@@ -201,10 +222,18 @@ def _made_up(config: Config) -> Scored:
 def _tokens(batch: Scored) -> Tokens:
     """The batch's tokens after the policy has moved a little; a rollout's advantage is of either sign."""
     draw = torch.Generator().manual_seed(1)
-    moved, advantages = 0.2 * torch.randn(len(batch.behaviour_logprobs), generator=draw), torch.randn(len(batch.lengths), generator=draw)
+    moved, advantages = (
+        0.2 * torch.randn(len(batch.behaviour_logprobs), generator=draw),
+        torch.randn(len(batch.lengths), generator=draw),
+    )
     logprobs = (batch.old_logprobs + moved).clamp(max=-0.01)
     return Tokens(
-        logprobs, batch.old_logprobs, batch.behaviour_logprobs, batch.to_tokens(advantages), batch.rollout, entropy=1 - logprobs.exp()
+        logprobs,
+        batch.old_logprobs,
+        batch.behaviour_logprobs,
+        batch.to_tokens(advantages),
+        batch.rollout,
+        entropy=1 - logprobs.exp(),
     )
 
 

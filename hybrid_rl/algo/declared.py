@@ -1,4 +1,5 @@
-"""What the files of an algorithm's parts state beside them (see batch.py), read from their source: to import one would load torch."""
+"""What the files of an algorithm's parts state beside them (see batch.py), read from their source: to import one would
+load torch."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def source_of(module: str) -> Path | None:
     """The file of a module that can be imported, without importing it."""
     try:
         spec = importlib.util.find_spec(module) if module else None
-    except ImportError:
+    except (ImportError, ValueError):  # ValueError: __main__ of a script
         return None
     return Path(spec.origin) if spec and spec.origin else None
 
@@ -36,7 +37,7 @@ def source_of(module: str) -> Path | None:
 def nested(part: Any, key: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
     """A part and those in its arguments, each with its key."""
     if isinstance(part, Mapping):
-        if "_target_" in part:
+        if isinstance(part.get("_target_"), str):  # anything else is told of where targets are checked
             yield key, part
         for name, value in part.items():
             yield from nested(value, f"{key}.{name}")
@@ -61,7 +62,8 @@ def removed_signal(advantage: Mapping[str, Any], silent_by: str) -> str | None:
 
 
 def problems(key: str, part: Any, run: Any) -> Iterator[tuple[str, str]]:
-    """(key, what is wrong and what would be right) of a part at `key` and those in its arguments. `run` is the whole configuration."""
+    """(key, what is wrong and what would be right) of a part at `key` and those in its arguments. `run` is the whole
+    configuration."""
     for place, own in nested(part, key):
         module, _, name = own["_target_"].rpartition(".")
         tree = _tree(own["_target_"])
@@ -89,10 +91,13 @@ def problems(key: str, part: Any, run: Any) -> Iterator[tuple[str, str]]:
 
 
 def _tree(target: str) -> ast.Module:
-    """Of the file that a function is in; empty if it is not Python that can be read, which is told where targets are checked."""
+    """Of the file that a function is in; empty if it is not Python that can be read, which is told where targets are
+    checked."""
     source = source_of(target.rpartition(".")[0])
     try:
-        return ast.parse(source.read_text(encoding="utf-8")) if source and source.suffix == ".py" else ast.Module([], [])
+        return (
+            ast.parse(source.read_text(encoding="utf-8")) if source and source.suffix == ".py" else ast.Module([], [])
+        )
     except (SyntaxError, UnicodeDecodeError):
         return ast.Module([], [])
 
@@ -143,7 +148,9 @@ def _wrong_types(function: ast.FunctionDef, own: Mapping[str, Any]) -> Iterator[
             yield argument.arg, f"must be {kind}" + (" or null" if annotation.endswith(" | None") else "")
 
 
-def _out_of_bounds(bounds: Mapping[str, Sequence[float | None]], arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _out_of_bounds(
+    bounds: Mapping[str, Sequence[float | None]], arguments: Mapping[str, Any]
+) -> Iterator[tuple[str, str]]:
     for name, (low, high) in bounds.items():
         value = arguments.get(name)
         if not isinstance(value, int | float):
@@ -166,5 +173,8 @@ def _refusals(tree: ast.Module, module: str, arguments: Mapping[str, Any], run: 
         return list(scope["refuses"](dict(arguments), run) or ())
     except Exception as error:
         return [
-            ("", f"refuses(own, run) of {module} raised {type(error).__name__}: {error}; it may use its two arguments and builtins alone")
+            (
+                "",
+                f"refuses(own, run) of {module} raised {type(error).__name__}: {error}; it may use its two arguments and builtins alone",
+            )
         ]

@@ -11,11 +11,13 @@ BOUNDS = {"gamma": (0, 1), "lam": (0, 1), "critic_lam": (0, 1)}
 def advantages(
     batch: Scored, gamma: float = 1.0, lam: float = 0.95, whiten: bool = True, critic_lam: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Â_t = δ_t + γλ·Â_{t+1}, δ_t = r_t + γ·V_{t+1} − V_t, and the critic's targets Â_t + V_t, [N] both (GAE, arXiv 1506.02438, eq. 16).
+    """Â_t = δ_t + γλ·Â_{t+1}, δ_t = r_t + γ·V_{t+1} − V_t, and the critic's targets Â_t + V_t, [N] both (GAE, arXiv
+    1506.02438, eq. 16).
 
     V and Â after a rollout's last token are 0. `whiten`: the advantages, over the batch's kept tokens, not the targets.
-    critic_lam: λ of the targets' own Â (decoupled GAE, arXiv 2503.01491: 1, so that a long answer's reward reaches its first token);
-    null: lam. r = [0, 0, 1], V = 0.5 throughout, λ = 0.5: Â = [0.125, 0.25, 0.5] before whitening, targets [0.625, 0.75, 1].
+    critic_lam: λ of the targets' own Â (decoupled GAE, arXiv 2503.01491: 1, so that a long answer's reward reaches its
+    first token); null: lam. r = [0, 0, 1], V = 0.5 throughout, λ = 0.5: Â = [0.125, 0.25, 0.5] before whitening,
+    targets [0.625, 0.75, 1].
     """
     values = batch.values
     assert values is not None, "gae needs values"
@@ -35,7 +37,8 @@ def following(batch: Scored, column: Tensor) -> Tensor:
 def discounted(batch: Scored, addend: Tensor, decay: Tensor) -> Tensor:
     """x_t = addend_t + decay_t · x_{t+1} inside each rollout, [N], nothing past its last token.
 
-    By doubling: after each round x holds the terms of twice as many tokens, so that 32,768 tokens take 15 rounds and no loop over them.
+    By doubling: after each round x holds the terms of twice as many tokens, so that 32,768 tokens take 15 rounds and no
+    loop over them.
     """
     decay = decay.clone()
     decay[_last(batch)] = 0  # so that nothing crosses into the next rollout, nor from the last to the first

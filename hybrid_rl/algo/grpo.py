@@ -18,12 +18,14 @@ def advantages(batch: Scored, eps: float = 1e-6) -> Tensor:
 
 
 def relative(batch: Scored, estimate: Callable[..., Tensor], *columns: Tensor) -> Tensor:
-    """`estimate(rewards [G], *columns [G]) → [G]` of every group: [R]. Exactly 0 in a group that compares nothing: one rollout, equal rewards."""
+    """`estimate(rewards [G], *columns [G]) → [G]` of every group: [R]. Exactly 0 in a group that compares nothing: one
+    rollout, equal rewards."""
     return batch.per_group(lambda r, *own: torch.zeros_like(r) if is_constant(r) else estimate(r, *own), *columns)
 
 
 def is_constant(values: Tensor) -> bool:
-    """Equal but for rounding: a sum of the same parts in another order, or a mean of equal numbers, is no signal to divide by."""
+    """Equal but for rounding: a sum of the same parts in another order, or a mean of equal numbers, is no signal to
+    divide by."""
     return bool(values.max() - values.min() <= rounding(values))
 
 

@@ -14,10 +14,11 @@ def refuses(own: dict[str, Any], run: Any) -> Iterator[tuple[str, str]]:
 
 
 def correct(batch: Scored, low: float = 0.5, high: float = 5.0) -> tuple[Tensor, Tensor]:
-    """w where low ≤ w ≤ high, else 0; w = π_old / μ of trainer and engine, token by token (IcePop in Ring-1T, arXiv 2510.18855).
+    """w where low ≤ w ≤ high, else 0; w = π_old / μ of trainer and engine, token by token (IcePop in Ring-1T, arXiv
+    2510.18855).
 
-    As published, a token of weight 0 stays in the aggregation's count: all are kept, and the more are out of the band the
-    smaller the step. Bounds are inclusive.
+    As published, a token of weight 0 stays in the aggregation's count: all are kept, and the more are out of the band
+    the smaller the step. Bounds are inclusive.
     """
     weights = ratio(batch.old_logprobs, batch.behaviour_logprobs)
     inside = (weights >= low) & (weights <= high)

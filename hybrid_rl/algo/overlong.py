@@ -1,5 +1,6 @@
 def penalty(length: int, max_tokens: int, buffer: int) -> float:
-    """DAPO's soft overlong penalty, added to the reward (arXiv 2503.14476, eq. 13): from 0 to −1 over the last `buffer` tokens.
+    """DAPO's soft overlong penalty, added to the reward (arXiv 2503.14476, eq. 13): from 0 to −1 over the last `buffer`
+    tokens.
 
     0 up to max_tokens − buffer, then (max_tokens − buffer − length) / buffer, −1 above max_tokens. buffer = 0: 0 or −1.
     """

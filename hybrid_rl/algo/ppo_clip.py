@@ -15,11 +15,14 @@ def refuses(own: dict[str, Any], run: Any) -> Iterator[tuple[str, str]]:
         yield "dual_clip", f"must be 0 (off) or more than 1 + clip_high = {1 + own['clip_high']:g}; 3 is usual"
 
 
-def loss(tokens: Tokens, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = 3.0) -> tuple[Tensor, dict[str, Tensor]]:
-    """Per-token −min(ρA, clip(ρ, 1−clip_low, 1+clip_high)·A), ρ = exp(log π_θ − log π_old) (PPO, arXiv 1707.06347, eq. 7).
+def loss(
+    tokens: Tokens, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = 3.0
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Per-token −min(ρA, clip(ρ, 1−clip_low, 1+clip_high)·A), ρ = exp(log π_θ − log π_old) (PPO, arXiv 1707.06347, eq.
+    7).
 
-    dual_clip c: if A < 0 it is at most −c·A (arXiv 1912.09729), since a token that the policy made far likelier would otherwise
-    pull as hard as its ratio: 20 |A| at ρ = e³. `clip_dual`: the tokens it silences. 0 or null: off.
+    dual_clip c: if A < 0 it is at most −c·A (arXiv 1912.09729), since a token that the policy made far likelier would
+    otherwise pull as hard as its ratio: 20 |A| at ρ = e³. `clip_dual`: the tokens it silences. 0 or null: off.
     """
     advantages = tokens.advantages
     losses, statistics = surrogate(ratio(tokens.logprobs, tokens.old_logprobs), advantages, clip_low, clip_high)
@@ -31,7 +34,11 @@ def loss(tokens: Tokens, clip_low: float = 0.2, clip_high: float = 0.2, dual_cli
 
 
 def surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """PPO's loss of a ratio [M]; the clip silences a token that already went far the way its advantage points, and no other."""
+    """PPO's loss of a ratio [M]; the clip silences a token that already went far the way its advantage points, and no
+    other."""
     free, clipped = ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
     silenced = clipped < free
-    return -torch.minimum(free, clipped), {"clip_low": silenced & (advantages < 0), "clip_high": silenced & (advantages > 0)}
+    return -torch.minimum(free, clipped), {
+        "clip_low": silenced & (advantages < 0),
+        "clip_high": silenced & (advantages > 0),
+    }

@@ -1,4 +1,5 @@
-"""Ratios of two policies' probabilities of the same tokens: every exp() of a difference of log-probabilities comes from here."""
+"""Ratios of two policies' probabilities of the same tokens: every exp() of a difference of log-probabilities comes from
+here."""
 
 from torch import Tensor
 
@@ -7,7 +8,8 @@ LOGPROB_FLOOR = -1e4  # far below what any sampled token has; −inf − −inf 
 
 
 def floored(logprobs: Tensor) -> Tensor:
-    """Log-probabilities of at least −1e4; no gradient goes to one below. NaN stays NaN: a broken forward must be seen, not mended."""
+    """Log-probabilities of at least −1e4; no gradient goes to one below. NaN stays NaN: a broken forward must be seen,
+    not mended."""
     return logprobs.clamp_min(LOGPROB_FLOOR)
 
 
@@ -24,8 +26,8 @@ def ratio(logprobs: Tensor, base_logprobs: Tensor) -> Tensor:
 def quantiles(log_ratios: Tensor) -> dict[str, float]:
     """p01, p50, p99 and max of exp(log_ratios [N]), as they are: no limit, no truncation. Empty for no tokens.
 
-    A quantile q is the token at place round(q · (N − 1)) in ascending order: no interpolation, so those of a ratio are those
-    of its logarithm, and any N will do (torch.quantile refuses more than 2^24). A NaN among them is the max.
+    A quantile q is the token at place round(q · (N − 1)) in ascending order: no interpolation, so those of a ratio are
+    those of its logarithm, and any N will do (torch.quantile refuses more than 2^24). A NaN among them is the max.
     """
     if not len(log_ratios):
         return {}

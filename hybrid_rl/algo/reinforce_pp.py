@@ -7,10 +7,11 @@ from hybrid_rl.algo.grpo import is_constant
 
 
 def advantages(batch: Scored, baseline: bool = True) -> Tensor:
-    """Whitened over the batch's kept tokens → [N] (REINFORCE++, arXiv 2501.03262): r − μ of the group, or with `baseline` false the return.
+    """Whitened over the batch's kept tokens → [N] (REINFORCE++, arXiv 2501.03262): r − μ of the group, or with
+    `baseline` false the return.
 
-    r = [1, 0, 0, 0], one token each, gives
-    [1.5, −0.5, −0.5, −0.5] both ways. A group of equal rewards, or a single rollout, enters as 0, and leaves as the batch's mean has it.
+    r = [1, 0, 0, 0], one token each, gives [1.5, −0.5, −0.5, −0.5] both ways. A group of equal rewards, or a single
+    rollout, enters as 0, and leaves as the batch's mean has it.
     """
     if baseline:
         return whiten(batch, batch.to_tokens(mean_only.advantages(batch)))

@@ -8,10 +8,12 @@ BOUNDS = {"share": (0, 1)}
 
 
 def select(minibatch: Tokens, share: float = 0.2) -> Tensor:
-    """1 for the `share` of the tokens whose distributions have the highest entropy, 0 for the others (arXiv 2506.01939).
+    """1 for the `share` of the tokens whose distributions have the highest entropy, 0 for the others (arXiv
+    2506.01939).
 
-    The bound is the (1 − share) quantile of the minibatch's entropies: the value at place ⌈(1 − share) · (N − 1)⌉ in ascending order, and
-    tokens of equal entropy share their fate. Silenced tokens stay in the aggregation's count, as in the paper and in TRL. share 1: all.
+    The bound is the (1 − share) quantile of the minibatch's entropies: the value at place ⌈(1 − share) · (N − 1)⌉ in
+    ascending order, and tokens of equal entropy share their fate. Silenced tokens stay in the aggregation's count, as
+    in the paper and in TRL. share 1: all.
     """
     entropy = minibatch.entropy
     place = math.ceil((1 - share) * (len(entropy) - 1) - 1e-9)  # 0.1 · 10 is a little more than 1

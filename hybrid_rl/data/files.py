@@ -42,7 +42,14 @@ def load_tasks(
     Raises DataError, in one line, with file, line (or row), key, value and what to do.
     """
     keys = {"prompt": prompt, "answer": answer, "demonstration": demonstration, "id": id, "source": source}
-    if bad := next((f"{name}={key!r}" for name, key in keys.items() if not isinstance(key, str) and (name, key) != ("answer", None)), None):
+    if bad := next(
+        (
+            f"{name}={key!r}"
+            for name, key in keys.items()
+            if not isinstance(key, str) and (name, key) != ("answer", None)
+        ),
+        None,
+    ):
         raise DataError(f"data.{bad}: must be the name of a key, as text")
     if columns is not None and (isinstance(columns, str) or not all(isinstance(name, str) for name in columns)):
         raise DataError(f"data.columns={columns!r}: must be a list of keys' names")
@@ -60,8 +67,12 @@ def load_tasks(
         for place, row, unread in read_rows(name, Path(given), read, every=columns is None):
             task = _Reader(Path(given), place, row, unread, keys, columns, system_prompt).task(name)
             if (first := places.setdefault(task.id, place)) != place:
-                own = f"{id}={task.id.partition('/')[2]!r}" if find(row, id) is not None else "the same prompt and answer"
-                raise DataError(f"{given}, {place}: has {own} as {first}; remove one of them, or give each an {id!r} of its own")
+                own = (
+                    f"{id}={task.id.partition('/')[2]!r}" if find(row, id) is not None else "the same prompt and answer"
+                )
+                raise DataError(
+                    f"{given}, {place}: has {own} as {first}; remove one of them, or give each an {id!r} of its own"
+                )
             digest = sha256(json.dumps(task.messages).encode()).digest()
             if name == "eval":
                 held_out.setdefault(digest, place)
@@ -108,7 +119,9 @@ class _Reader:
             self._refuse(key, value, f"is {kind_of(value)}; it must be a text, or a list of messages like {EXAMPLE}")
         if messages[-1]["role"] == "assistant":
             last = f"{key}[{len(messages) - 1}].role"
-            self._refuse(last, "assistant", "is the last message, and the policy is to answer; move it to 'demonstration'")
+            self._refuse(
+                last, "assistant", "is the last message, and the policy is to answer; move it to 'demonstration'"
+            )
         if self.system_prompt is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self.system_prompt})
         return tuple(messages)
@@ -119,8 +132,12 @@ class _Reader:
         for part in ("role", "content"):
             if message.get(part) is None:
                 self._refuse(key, message, f"has no {part}; a message is {EXAMPLE[1:-1]}")
-        if extra := sorted(str(k) for k, value in message.items() if k not in ("role", "content") and value not in NOTHING):
-            self._refuse(f"{key}.{extra[0]}", message[extra[0]], "is not supported; a message has role and content only")
+        if extra := sorted(
+            str(k) for k, value in message.items() if k not in ("role", "content") and value not in NOTHING
+        ):
+            self._refuse(
+                f"{key}.{extra[0]}", message[extra[0]], "is not supported; a message has role and content only"
+            )
         if message["role"] not in ROLES:
             self._refuse(f"{key}.role", message["role"], f"must be one of {', '.join(ROLES)}")
         if problem := _text_problem(message["content"]):
@@ -169,7 +186,11 @@ class _Reader:
     def _absent(self, key: str, setting: str, what: str) -> NoReturn:
         top = [*self.row, *self.unread]
         near = difflib.get_close_matches(key, [*top, *_inner(self.row)], n=1, cutoff=0.6)
-        hint = f"; did you mean {near[0]!r}? Then set {setting}={near[0]}" if near and near[0] != key else f", which is {what}"
+        hint = (
+            f"; did you mean {near[0]!r}? Then set {setting}={near[0]}"
+            if near and near[0] != key
+            else f", which is {what}"
+        )
         there = "" if near else f"; there are: {clip(', '.join(top))}" if top else "; the row is empty"
         raise DataError(f"{self.path}, {self.place}: has no {key!r}{hint}{there}")
 

@@ -13,12 +13,11 @@ from transformers import PreTrainedTokenizerBase
 from hybrid_rl.data.tasks import DataError, TaskSets
 from hybrid_rl.data.template import KEY, Template
 from hybrid_rl.model_folder.tokenizer import closing, exact_text
-from hybrid_rl.processes.bounded import Begin, Overrun, bounded
+from hybrid_rl.processes.bounded import SECONDS, Begin, Overrun, bounded
 from hybrid_rl.types import Rollout, Task
 
 TEMPLATE = "the chat template"
 AT_ONCE = 100  # prompts that are tokenized together where all of them are checked
-SECONDS = 60  # that a chat template or tokenizer may take for one prompt, or for so many
 
 
 def prompt_ids(task: Task, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[int]:
@@ -63,7 +62,9 @@ def _check(
     template: Any = tokenizer.apply_chat_template
     lengths: dict[str, list[int]] = {}
     absent: dict[str, list[str]] = {}  # by role the tasks that have a message which the template leaves out
-    idle = set(template.arguments) if isinstance(template, Template) else set()  # arguments that changed no prompt so far
+    idle = (
+        set(template.arguments) if isinstance(template, Template) else set()
+    )  # arguments that changed no prompt so far
     if sft:
         _check_end(tokenizer)
     if isinstance(template, Template):
@@ -81,7 +82,9 @@ def _check(
                     absent.setdefault(role, []).append(task.id)
             if first == 0 and some:
                 if _text(some[0], template) != texts[0]:
-                    raise DataError(f"task {some[0].id}: {TEMPLATE} gives another prompt each time; take out what is random in it")
+                    raise DataError(
+                        f"task {some[0].id}: {TEMPLATE} gives another prompt each time; take out what is random in it"
+                    )
                 idle -= {argument for argument in idle if _differs(some[0], template.without(argument), texts[0])}
             begin(f"tasks {some[0].id} to {some[-1].id}: the tokenizer")
             prompts = _each(texts, tokenizer, [f"task {task.id}: the tokenizer" for task in some], begin)
@@ -92,7 +95,9 @@ def _check(
             for task, prompt, answer in zip(some, prompts, answers, strict=True):
                 problem = _prompt_problem(prompt, tokenizer, max_tokens)
                 if not problem and (last := max(*prompt, *answer, 0)) >= vocabulary:
-                    problem = f"the tokenizer gives token {last}, the model knows {vocabulary}; they do not belong together"
+                    problem = (
+                        f"the tokenizer gives token {last}, the model knows {vocabulary}; they do not belong together"
+                    )
                 if not problem and name == "sft" and (length := len(prompt) + len(answer)) > row_tokens:
                     problem = f"prompt and demonstration have {length} tokens, policy.row_tokens={row_tokens}; raise it or drop the task"
                 if problem:
@@ -104,11 +109,15 @@ def _check(
         "sees its text. Put it into the user message, or use a template that shows it"
         for role, ids in sorted(absent.items())
     ]
-    notes += [f"{KEY}.{argument}={json.dumps(template.arguments[argument])} changes no prompt" for argument in sorted(idle)]
+    notes += [
+        f"{KEY}.{argument}={json.dumps(template.arguments[argument])} changes no prompt" for argument in sorted(idle)
+    ]
     return Checked(lengths, longest, [*notes, *filter(None, [marks_in(sets, tokenizer)])])
 
 
-def _each(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, names: Sequence[str], begin: Begin) -> list[list[int]]:
+def _each(
+    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, names: Sequence[str], begin: Begin
+) -> list[list[int]]:
     """Return the token ids of each text: together, and one by one where that fails, so that the one at fault is known."""
     try:
         return _ids(texts, tokenizer)
@@ -171,7 +180,9 @@ def _text(task: Task, template: Callable[..., Any]) -> str:
         raise
     except Exception as error:  # the template is a program that came with the model: it may raise anything
         reason = (str(error).strip().splitlines() or [""])[0]
-        raise DataError(f"task {task.id}: the tokenizer's chat template does not take its messages: {reason}") from error
+        raise DataError(
+            f"task {task.id}: the tokenizer's chat template does not take its messages: {reason}"
+        ) from error
 
 
 def _differs(task: Task, template: Template, text: str) -> bool:

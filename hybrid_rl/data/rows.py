@@ -36,12 +36,16 @@ def read_rows(name: str, path: Path, keys: Collection[str], every: bool) -> Iter
     Raises DataError, in one line, for a file that cannot be read and for one that opens to far more than its size.
     """
     if not path.name.endswith((".jsonl", ".jsonl.gz", ".parquet")):
-        raise DataError(f"data.{name}={path}: must be a file that ends in .jsonl (one JSON object a line), .jsonl.gz or .parquet")
+        raise DataError(
+            f"data.{name}={path}: must be a file that ends in .jsonl (one JSON object a line), .jsonl.gz or .parquet"
+        )
     try:
         with path.open("rb") as file:
             start = file.read(6)
         if packed := next((kind for magic, kind in MAGIC.items() if start.startswith(magic)), None):
-            raise DataError(f"data.{name}={path}: is a {packed} file, which is not read; unpack it, or pack it with gzip")
+            raise DataError(
+                f"data.{name}={path}: is a {packed} file, which is not read; unpack it, or pack it with gzip"
+            )
         if start.startswith(b"PAR1") or path.suffix == ".parquet":
             yield from _parquet_rows(path, keys, every)
         else:
@@ -51,7 +55,9 @@ def read_rows(name: str, path: Path, keys: Collection[str], every: bool) -> Iter
         if isinstance(error, DataError):
             raise
         reason = getattr(error, "strerror", None) or next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise DataError(f"data.{name}={path}: cannot be read: {reason} (relative paths begin at {Path.cwd()})") from error
+        raise DataError(
+            f"data.{name}={path}: cannot be read: {reason} (relative paths begin at {Path.cwd()})"
+        ) from error
 
 
 class _Opened:
@@ -89,25 +95,38 @@ def _object(where: str, line: bytes) -> Row:
     try:
         text = line.decode()
     except UnicodeDecodeError as error:
-        raise DataError(f"{where}: is not UTF-8 (byte {error.start + 1} of the line); save the file as UTF-8") from error
+        raise DataError(
+            f"{where}: is not UTF-8 (byte {error.start + 1} of the line); save the file as UTF-8"
+        ) from error
     try:
         row = DECODER.decode(text)
     except json.JSONDecodeError as error:
         start = max(0, error.pos - 20)
-        raise DataError(f"{where}, column {error.colno}: is not JSON: {error.msg}, at {text[start : error.pos + 20].strip()!r}") from error
+        raise DataError(
+            f"{where}, column {error.colno}: is not JSON: {error.msg}, at {text[start : error.pos + 20].strip()!r}"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: is not JSON that can be read: {clip(str(error).splitlines()[0])}") from error
     if not isinstance(row, dict):
-        raise DataError(f"{where}: is {kind_of(row)} ({short(row)}); each line must be one JSON object, like {{'prompt': …, 'answer': …}}")
+        raise DataError(
+            f"{where}: is {kind_of(row)} ({short(row)}); each line must be one JSON object, like {{'prompt': …, 'answer': …}}"
+        )
     if text.count("[") + text.count("{") > DEEPEST and _deep(row):
-        raise DataError(f"{where}: has lists and objects more than {DEEPEST} levels deep; write its inner part as a text")
+        raise DataError(
+            f"{where}: has lists and objects more than {DEEPEST} levels deep; write its inner part as a text"
+        )
     return row
 
 
 def _deep(value: Any) -> bool:
     level = [value]
     for _ in range(DEEPEST):
-        level = [item for node in level for item in (node.values() if isinstance(node, dict) else node) if isinstance(item, dict | list)]
+        level = [
+            item
+            for node in level
+            for item in (node.values() if isinstance(node, dict) else node)
+            if isinstance(item, dict | list)
+        ]
     return bool(level)
 
 
@@ -146,7 +165,9 @@ def _parquet_rows(path: Path, keys: Collection[str], every: bool) -> Iterator[tu
             opened.add(batch.nbytes)  # decoded: a long text that every row repeats is stored once
             for name in wanted:
                 if plain[name] not in (None, batch.schema.field(name).type):
-                    batch = batch.set_column(batch.schema.get_field_index(name), name, batch.column(name).cast(plain[name]))
+                    batch = batch.set_column(
+                        batch.schema.get_field_index(name), name, batch.column(name).cast(plain[name])
+                    )
             for row in _python(path, batch, number):
                 number += 1
                 yield f"row {number}", row, others
@@ -162,7 +183,11 @@ def _check_sizes(path: Path, metadata: pq.FileMetaData, wanted: Collection[str])
     for i in range(metadata.num_row_groups):
         group = metadata.row_group(i)
         chunks = [group.column(j) for j in range(group.num_columns)]
-        chunks = [chunk for chunk in chunks if chunk.path_in_schema.partition(".")[0] in wanted or chunk.path_in_schema in wanted]
+        chunks = [
+            chunk
+            for chunk in chunks
+            if chunk.path_in_schema.partition(".")[0] in wanted or chunk.path_in_schema in wanted
+        ]
         sizes.append(sum(max(chunk.total_uncompressed_size, 8 * chunk.num_values) for chunk in chunks))
     limit.add(sum(sizes))
     return max(sizes)
@@ -179,7 +204,9 @@ def _plain(kind: pa.DataType) -> pa.DataType | None:
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         inner = _plain(kind.value_type)
         same = types.is_large_list(kind)
-        return inner and (pa.large_list(inner) if same else pa.list_(inner, kind.list_size if types.is_fixed_size_list(kind) else -1))
+        return inner and (
+            pa.large_list(inner) if same else pa.list_(inner, kind.list_size if types.is_fixed_size_list(kind) else -1)
+        )
     if types.is_struct(kind):
         fields = [(field.name, _plain(field.type)) for field in kind]
         return pa.struct(fields) if all(inner for _, inner in fields) else None
@@ -199,7 +226,9 @@ def _python(path: Path, batch: pa.RecordBatch, before: int) -> list[Row]:
                 try:
                     batch.column(name)[i].as_py()
                 except UnicodeDecodeError as error:
-                    raise DataError(f"{path}, row {before + i + 1}: {name}: is not UTF-8; write the file's texts as UTF-8") from error
+                    raise DataError(
+                        f"{path}, row {before + i + 1}: {name}: is not UTF-8; write the file's texts as UTF-8"
+                    ) from error
         raise
     for field in batch.schema:
         if _has_small_floats(field.type):
@@ -235,7 +264,15 @@ def kind_of(value: Any) -> str:
 
 
 NUMBER = "a number"
-KINDS = {type(None): "null", bool: "true or false", int: NUMBER, float: NUMBER, str: "a text", list: "a list", dict: "an object"}
+KINDS = {
+    type(None): "null",
+    bool: "true or false",
+    int: NUMBER,
+    float: NUMBER,
+    str: "a text",
+    list: "a list",
+    dict: "an object",
+}
 
 
 def short(value: Any) -> str:

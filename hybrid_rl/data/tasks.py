@@ -58,7 +58,10 @@ class TaskSets:
 def _problem(task: Task) -> str:
     """What the tokenizer could not take, or would take for something else. An answer may be any text: only the reward reads it."""
     texts = [(f"the content of message {i}", message["content"]) for i, message in enumerate(task.messages)]
-    texts += [("the answer", task.answer), *([("the demonstration", task.demonstration)] if task.demonstration is not None else [])]
+    texts += [
+        ("the answer", task.answer),
+        *([("the demonstration", task.demonstration)] if task.demonstration is not None else []),
+    ]
     for what, text in texts:
         if not isinstance(text, str):
             return f"{what} is of type {type(text).__name__}, not a text"
@@ -93,17 +96,23 @@ def load_task_sets(config: dict[str, Any], *, rl_tasks: int, sft_tasks: int) -> 
     except InstantiationException as error:
         cause = error.__cause__ or error
         raise (
-            cause if isinstance(cause, DataError) else DataError(f"data._target_={config['_target_']} failed: {_told(cause)}")
+            cause
+            if isinstance(cause, DataError)
+            else DataError(f"data._target_={config['_target_']} failed: {_told(cause)}")
         ) from error
     if not isinstance(sets, TaskSets):
-        raise DataError(f"data._target_={config['_target_']} returned {type(sets).__name__}, not hybrid_rl.data.TaskSets")
+        raise DataError(
+            f"data._target_={config['_target_']} returned {type(sets).__name__}, not hybrid_rl.data.TaskSets"
+        )
     for name, tasks, needed, key in (
         ("rl", sets.rl, rl_tasks, "rollout.batch_size / rollout.group_size"),
         ("sft", sets.sft, sft_tasks, "sft.batch_size"),
         ("eval", sets.eval, 1, "1"),
     ):
         if len(tasks) < needed:
-            raise DataError(f"data: the {name} set has {len(tasks)} tasks, fewer than the {needed} that a step needs ({key})")
+            raise DataError(
+                f"data: the {name} set has {len(tasks)} tasks, fewer than the {needed} that a step needs ({key})"
+            )
     if sft_tasks and (bare := next((t for t in sets.sft if t.demonstration is None), None)):
         raise DataError(f"data: task {bare.id!r} of the sft set has no demonstration; give it one or set sft.steps=0")
     return sets

@@ -29,10 +29,14 @@ class Template:
 
     def __call__(self, conversation: Any, **options: Any) -> Any:
         with _clock(self.now):
-            return type(self.tokenizer).apply_chat_template(self.tokenizer, conversation, **{**self.arguments, **options})
+            return type(self.tokenizer).apply_chat_template(
+                self.tokenizer, conversation, **{**self.arguments, **options}
+            )
 
     def without(self, argument: str) -> Template:
-        return Template(self.tokenizer, {name: value for name, value in self.arguments.items() if name != argument}, self.now)
+        return Template(
+            self.tokenizer, {name: value for name, value in self.arguments.items() if name != argument}, self.now
+        )
 
     def check(self) -> None:
         """Raise DataError for an argument that the template does not use."""
@@ -40,7 +44,9 @@ class Template:
             return
         try:
             source = self.tokenizer.get_chat_template(None, self.arguments.get("tools"))
-            source = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", source)  # a tag of transformers, which jinja does not know
+            source = re.sub(
+                r"\{%-?\s*(end)?generation\s*-?%\}", "", source
+            )  # a tag of transformers, which jinja does not know
             used = meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source))
         except (ValueError, TemplateError, RecursionError) as error:
             raise DataError(f"the model's chat template cannot be read: {' '.join(str(error).split())}") from error
@@ -51,10 +57,14 @@ class Template:
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1)
                 there = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known) or 'none'}"
-                raise DataError(f"{KEY}.{name}={json.dumps(value)}: the model's chat template uses no such variable; {there}")
+                raise DataError(
+                    f"{KEY}.{name}={json.dumps(value)}: the model's chat template uses no such variable; {there}"
+                )
 
 
-def fix_template(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], now: datetime) -> PreTrainedTokenizerBase:
+def fix_template(
+    tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], now: datetime
+) -> PreTrainedTokenizerBase:
     """Make the tokenizer render every chat with these arguments of its template and at this time; return it."""
     tokenizer.apply_chat_template = Template(tokenizer, arguments, now)  # type: ignore[method-assign, assignment]
     return tokenizer

@@ -34,8 +34,12 @@ class Sampling:
     max_tokens: int = 128  # sampled tokens, those of a continued request included
 
     def __post_init__(self) -> None:
-        if not (0 <= self.temperature < float("inf") and 0 < self.top_p <= 1 and self.top_k >= 0 and self.max_tokens >= 1):
-            raise EngineError(f"{self}: temperature is 0 or more, 0 < top_p <= 1, top_k is 0 or more, max_tokens 1 or more")
+        if not (
+            0 <= self.temperature < float("inf") and 0 < self.top_p <= 1 and self.top_k >= 0 and self.max_tokens >= 1
+        ):
+            raise EngineError(
+                f"{self}: temperature is 0 or more, 0 < top_p <= 1, top_k is 0 or more, max_tokens 1 or more"
+            )
 
 
 def request_seed(*facts: object) -> int:
@@ -162,4 +166,6 @@ def check_request(request: Request, sampling: Sampling, capacity: int) -> None:
             f"need {needed}; the engine was given {capacity} (rollout.max_prompt_tokens + rollout.max_tokens)"
         )
     if len(request.sampled_ids) >= sampling.max_tokens:
-        raise EngineError(f"request {request.id} continues {len(request.sampled_ids)} tokens; the limit is {sampling.max_tokens}")
+        raise EngineError(
+            f"request {request.id} continues {len(request.sampled_ids)} tokens; the limit is {sampling.max_tokens}"
+        )

@@ -85,7 +85,9 @@ class LocalEngine:
         self.team, self.version = Ranks(), -1
         self.stats = EngineStats()
         self.dtype, self._device = dtype, torch.device(device)
-        self._ends = np.zeros(max(model.get_output_embeddings().weight.shape[0], max(end_ids) + 1), dtype=bool)  # [V]: ends a completion
+        self._ends = np.zeros(
+            max(model.get_output_embeddings().weight.shape[0], max(end_ids) + 1), dtype=bool
+        )  # [V]: ends a completion
         self._ends[list(end_ids)] = True
         self._cache: KVCache | None = None
         self._asleep: set[str] = set()
@@ -126,7 +128,10 @@ class LocalEngine:
 
     def abort(self) -> list[Completion]:
         unfinished = [self._completion(row, "abort") for row in range(len(self._rows.requests))]
-        unfinished += [Completion(r.id, list(r.sampled_ids), list(r.sampled_logprobs), list(r.versions), "abort") for r in self._waiting]
+        unfinished += [
+            Completion(r.id, list(r.sampled_ids), list(r.sampled_logprobs), list(r.versions), "abort")
+            for r in self._waiting
+        ]
         self._reset()
         return unfinished
 
@@ -184,7 +189,11 @@ class LocalEngine:
     def _forward(self, ids: Tensor, positions: Tensor, layout: object, keep: int | Tensor) -> Tensor:
         keep = keep.to(self._device) if isinstance(keep, Tensor) else keep
         return self.model(
-            input_ids=ids.to(self._device), position_ids=positions.to(self._device), use_cache=False, layout=layout, logits_to_keep=keep
+            input_ids=ids.to(self._device),
+            position_ids=positions.to(self._device),
+            use_cache=False,
+            layout=layout,
+            logits_to_keep=keep,
         ).logits
 
     def _take(self, first: int, logits: Tensor, sampling: Sampling) -> list[Completion]:
@@ -231,7 +240,12 @@ class LocalEngine:
     def _allocate(self, prefill: Prefill) -> None:
         """The cache in full, once; the first prompt's keys and values tell each layer's heads and their size."""
         self._cache = KVCache(
-            self.slots, self.capacity, [k[0].shape for k in prefill.keys], [v[0].shape for v in prefill.values], self.dtype, self._device
+            self.slots,
+            self.capacity,
+            [k[0].shape for k in prefill.keys],
+            [v[0].shape for v in prefill.values],
+            self.dtype,
+            self._device,
         )
         self.stats.peak_kv_bytes = max(self.stats.peak_kv_bytes, self._cache.bytes)
 
@@ -281,11 +295,15 @@ class LocalEngine:
             if name not in own:
                 raise EngineError(f"update_weights: unknown name {name!r}")
             if own[name].shape != tensor.shape:
-                raise EngineError(f"update_weights: {name} has shape {tuple(tensor.shape)}, the engine's is {tuple(own[name].shape)}")
+                raise EngineError(
+                    f"update_weights: {name} has shape {tuple(tensor.shape)}, the engine's is {tuple(own[name].shape)}"
+                )
             own[name].copy_(tensor)
             seen.add(own[name].data_ptr())  # by memory: a tied weight may come under either of its names
         if missing := sorted(name for name, tensor in own.items() if tensor.data_ptr() not in seen):
-            raise EngineError(f"update_weights: no new value for {', '.join(missing[:3])}{' …' if len(missing) > 3 else ''}")
+            raise EngineError(
+                f"update_weights: no new value for {', '.join(missing[:3])}{' …' if len(missing) > 3 else ''}"
+            )
         self.set_version(version)
 
     def weights(self) -> dict[str, Tensor]:

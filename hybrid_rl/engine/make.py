@@ -35,13 +35,17 @@ def make_engine(config: Config, policy: Policy, model_folder: Path, folder: Path
     chosen, ranks, capacity = config.engine, policy.ranks, config.rollout.max_prompt_tokens + config.rollout.max_tokens
     width, kind = chosen.tensor_parallel, choose_engine(chosen.kind, policy.device)
     if width > 1 and kind == EngineKind.local:
-        raise EngineError(f"engine.tensor_parallel={width} is sglang's, and here engine={chosen.kind.value} is local; set it to 1")
+        raise EngineError(
+            f"engine.tensor_parallel={width} is sglang's, and here engine={chosen.kind.value} is local; set it to 1"
+        )
     if ranks.local_world % width:
         raise EngineError(f"engine.tensor_parallel={width} does not divide the {ranks.local_world} ranks of a node")
     if kind == EngineKind.local:
         return LocalEngine(policy.sampler, policy.end_ids(), chosen.slots, capacity, policy.device, policy.dtype)
     team, on_gpu = ranks.team(width), policy.device.type == "cuda"
-    deterministic = not on_gpu if chosen.deterministic == Deterministic.auto else chosen.deterministic == Deterministic.always
+    deterministic = (
+        not on_gpu if chosen.deterministic == Deterministic.auto else chosen.deterministic == Deterministic.always
+    )
     return ranks.on_all(
         lambda: SGLangEngine(
             model_folder, policy.end_ids(), chosen.slots, capacity, policy.device, policy.dtype, team=team,
@@ -54,12 +58,16 @@ def make_engine(config: Config, policy: Policy, model_folder: Path, folder: Path
 
 def what_is_left(config: Config, policy: Policy) -> float:
     """`memory_fraction` of this rank's GPU as it is before the engine and the optimizer are made."""
-    moments = 8 * sum(local(p).numel() for p in policy.trainable.values()) if config.policy.offload == Offload.none else 0
+    moments = (
+        8 * sum(local(p).numel() for p in policy.trainable.values()) if config.policy.offload == Offload.none else 0
+    )
     release_cached(policy.device)
     return memory_fraction(torch.cuda.mem_get_info(policy.device)[0], moments + 2 * config.handover.bucket_mib * 2**20)
 
 
-ENGINE_RESERVE = 0.12  # share of the free memory that SGLang needs beside weights and KV cache: activations, CUDA graphs
+ENGINE_RESERVE = (
+    0.12  # share of the free memory that SGLang needs beside weights and KV cache: activations, CUDA graphs
+)
 
 
 def memory_fraction(free: float, later: float) -> float:

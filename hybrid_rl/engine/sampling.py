@@ -27,13 +27,17 @@ def sample(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor,
     """
     greedy = sampling.temperature == 0.0
     logits = logits.float()
-    logprobs = torch.log_softmax(logits if greedy or sampling.temperature == 1.0 else logits / sampling.temperature, dim=-1)
+    logprobs = torch.log_softmax(
+        logits if greedy or sampling.temperature == 1.0 else logits / sampling.temperature, dim=-1
+    )
     if greedy:
         ids = logprobs.argmax(-1, keepdim=True)
     else:
         cumulative = cumsum(_filtered(logprobs.exp(), sampling), rising=True)
         # right=True: the first entry whose cumulative exceeds the target, so an entry of probability 0 is never drawn
-        target = torch.minimum(uniform[:, None] * cumulative[:, -1:], torch.nextafter(cumulative[:, -1:], cumulative.new_zeros(())))
+        target = torch.minimum(
+            uniform[:, None] * cumulative[:, -1:], torch.nextafter(cumulative[:, -1:], cumulative.new_zeros(()))
+        )
         ids = torch.searchsorted(cumulative, target, right=True)
         ids.clamp_(max=logits.shape[-1] - 1)  # past the end where logits are NaN, as the log-probability then shows
     return ids[:, 0], logprobs.gather(-1, ids)[:, 0]

@@ -59,7 +59,9 @@ def write_folder(folder: str | Path, source: str | Path, weights: dict[str, Tens
 def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     cast = tensor.to(dtype, copy=True).contiguous() if tensor.is_floating_point() else tensor.clone()
     if cast.dtype != tensor.dtype and not cast.isfinite().all():
-        raise ModelError(f"{name} has values that {str(dtype).removeprefix('torch.')} cannot hold; set export.dtype=float32")
+        raise ModelError(
+            f"{name} has values that {str(dtype).removeprefix('torch.')} cannot hold; set export.dtype=float32"
+        )
     return cast
 
 

@@ -42,7 +42,9 @@ def read_config(folder: str | Path) -> PreTrainedConfig:
         raise ModelError(f"model.path={folder} cannot be loaded: {reason(error)}") from error
     if method := getattr(config, "quantization_config", None):
         kind = method.get("quant_method") if isinstance(method, dict) else type(method).__name__
-        raise ModelError(f"model.path={folder} has quantised weights ({kind}), which cannot be trained; use the model's unquantised folder")
+        raise ModelError(
+            f"model.path={folder} has quantised weights ({kind}), which cannot be trained; use the model's unquantised folder"
+        )
     read_generation(folder, config)
     for part in _parts(config):
         _neutralise(part)
@@ -121,7 +123,11 @@ def stored_tensors(folder: str | Path) -> dict[str, Stored]:
     if not (folder / WEIGHTS).is_file() and not (folder / INDEX).is_file():
         raise ModelError(f"model.path={folder} cannot be loaded: it has neither {WEIGHTS} nor {INDEX}")
     try:
-        files = {WEIGHTS} if (folder / WEIGHTS).is_file() else set(json.loads((folder / INDEX).read_bytes())["weight_map"].values())
+        files = (
+            {WEIGHTS}
+            if (folder / WEIGHTS).is_file()
+            else set(json.loads((folder / INDEX).read_bytes())["weight_map"].values())
+        )
         for file in sorted(files):
             with safe_open(folder / file, "pt") as opened:
                 for name in opened.keys():  # noqa: SIM118
@@ -153,7 +159,11 @@ def check_stored(folder: str | Path, model: PreTrainedModel) -> None:
     """
     stored = stored_tensors(folder)
     for one, other in model.all_tied_weights_keys.items():
-        if one in stored and other in stored and not torch.equal(*(_read(Path(folder) / stored[n].file, n) for n in (one, other))):
+        if (
+            one in stored
+            and other in stored
+            and not torch.equal(*(_read(Path(folder) / stored[n].file, n) for n in (one, other)))
+        ):
             raise ModelError(
                 f"model.path={folder}: by config.json {one} is {other} (tie_word_embeddings), but the files hold two different tensors; "
                 f"set tie_word_embeddings=false in config.json to use both, or remove {one} from {stored[one].file}"

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hybrid_rl.model_folder.read import FROM_FOLDER, ModelError, read_config, read_generation, reason
+from hybrid_rl.processes.bounded import SECONDS, Begin, Overrun, bounded
 
 # What tokenizers split differently: digits, runs of blanks and newlines, punctuation, contractions, capitals, other scripts
 PROBE = "In 2024, 12345 people DON'T pay $3.50…\n\n\tif x>=10:   # it's `code`, I'll say\r\n  naïve café 你好 Привет 🙂 (a)[b]{c}<d> \n"
@@ -23,6 +24,10 @@ def read_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     """
     tokenizer = _load(AutoTokenizer, folder)
     file = Path(folder) / "tokenizer.json"
+    try:
+        bounded(lambda begin: _try(tokenizer, begin), SECONDS)
+    except Overrun as error:
+        raise ModelError(f"model.path={folder}: {error.doing} {error.text}; mend it, or use another model") from error
     if file.is_file() and not _reads_as(tokenizer, file):  # some classes of transformers bring a splitting of their own
         tokenizer = _load(PreTrainedTokenizerFast, folder)
         if not _reads_as(tokenizer, file):
@@ -31,9 +36,13 @@ def read_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
                 f"{type(tokenizer).__name__}); make tokenizer_config.json agree with tokenizer.json"
             )
     if not tokenizer.encode("0 a", add_special_tokens=False):  # without files transformers makes one that knows no text
-        raise ModelError(f"model.path={folder} has no tokenizer; copy its tokenizer.json and tokenizer_config.json into the folder")
+        raise ModelError(
+            f"model.path={folder} has no tokenizer; copy its tokenizer.json and tokenizer_config.json into the folder"
+        )
     if tokenizer.chat_template is None:
-        raise ModelError(f"model.path={folder}: the tokenizer has no chat template; add chat_template.jinja to the folder")
+        raise ModelError(
+            f"model.path={folder}: the tokenizer has no chat template; add chat_template.jinja to the folder"
+        )
     config = read_config(folder)
     if (rows := config.get_text_config().vocab_size) < tokenizer.vocab_size:
         raise ModelError(
@@ -48,6 +57,14 @@ def _load(kind: type, folder: str | Path) -> PreTrainedTokenizerBase:
         return kind.from_pretrained(folder, **FROM_FOLDER)  # type: ignore[attr-defined]
     except Exception as error:
         raise ModelError(f"model.path={folder}: its tokenizer cannot be loaded: {reason(error)}") from error
+
+
+def _try(tokenizer: PreTrainedTokenizerBase, begin: Begin) -> None:
+    """Run the programs that came with the folder, the regular expressions of the tokenizer and the chat template, once."""
+    begin("its tokenizer")
+    tokenizer.encode(PROBE, add_special_tokens=False)
+    begin("its chat template")
+    _closing(tokenizer, str(tokenizer.chat_template))
 
 
 def _reads_as(tokenizer: PreTrainedTokenizerBase, file: Path) -> bool:
@@ -77,15 +94,21 @@ def _closing(tokenizer: PreTrainedTokenizerBase, template: str) -> str:
     turns = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": ANSWER}]
     try:
         rendered = str(tokenizer.apply_chat_template(turns, tokenize=False))
+    except MemoryError:
+        raise
     except Exception:  # the template is a program that came with the model: it may refuse this conversation
         return ""
     _, found, after = rendered.rpartition(ANSWER)
-    marks = sorted((t.content for t in tokenizer.added_tokens_decoder.values() if t.content.strip()), key=len, reverse=True)
+    marks = sorted(
+        (t.content for t in tokenizer.added_tokens_decoder.values() if t.content.strip()), key=len, reverse=True
+    )
     match = re.match(rf"\s*(?:{'|'.join(map(re.escape, marks))})", after) if found and marks else None
     return match[0] if match else ""
 
 
-def end_ids(tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig, vocabulary: int, folder: str) -> frozenset[int]:
+def end_ids(
+    tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig, vocabulary: int, folder: str
+) -> frozenset[int]:
     """Return every token that ends a completion: the generation config's, the tokenizer's, and the one that ends a rendered turn.
 
     Raises ModelError where there is none, or one that the model, which knows `vocabulary` tokens, cannot give.

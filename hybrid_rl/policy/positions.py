@@ -39,7 +39,9 @@ def limits(model: PreTrainedModel) -> list[Limit]:
             Limit(chunk, f"attends in chunks beyond {chunk} tokens (attention_chunk_size), which is not supported")
         )
     if most and _has_table(model, most):
-        found.append(Limit(most, f"has no position beyond {most} tokens (learned embeddings, max_position_embeddings)"))
+        found.append(
+            Limit(most, f"has no position beyond {most} tokens (a table of positions, max_position_embeddings)")
+        )
     elif most:
         stretched = [rope["factor"] * rope["original_max_position_embeddings"] for rope in ropes if _is_stretched(rope)]
         reach = int(max([most, *stretched]))
@@ -70,5 +72,8 @@ def _is_stretched(rope: dict) -> bool:
 
 def _has_table(model: PreTrainedModel, most: int) -> bool:
     words = model.get_input_embeddings()
-    tables = (module for module in model.modules() if isinstance(module, nn.Embedding) and module is not words)
-    return any(most <= table.num_embeddings <= most + OFFSETS for table in tables)
+    learned = [
+        module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding) and module is not words
+    ]
+    computed = [len(buffer) for buffer in model.buffers() if buffer.dim() == 2]  # GPT-J's sines
+    return any(most <= rows <= most + OFFSETS for rows in learned + computed)

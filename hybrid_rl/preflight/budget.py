@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hybrid_rl.algo.declared import needs
 from hybrid_rl.attention.attend import configured_windows
-from hybrid_rl.config import Config, EngineKind, Offload, Reference
+from hybrid_rl.config import Config, EngineKind, Offload, Reference, only_evaluates
 from hybrid_rl.engine.make import choose_engine
 from hybrid_rl.machine import free_memory
 from hybrid_rl.model_folder.read import ModelError, check_stored, empty_model, read_config, reason
@@ -62,7 +62,11 @@ def measure(config: Config, folder: str | Path) -> Sizes:
 
 def _named(config: Config) -> str:
     """The setting that the policy's folder comes from."""
-    return f"model.path={config.model.path}" if config.model.path else f"model.tiny.max_positions={config.model.tiny.max_positions}"
+    return (
+        f"model.path={config.model.path}"
+        if config.model.path
+        else f"model.tiny.max_positions={config.model.tiny.max_positions}"
+    )
 
 
 def check_lengths(config: Config, sizes: Sizes, demonstration: int) -> list[str]:
@@ -116,6 +120,8 @@ def check_room(config: Config, sizes: Sizes, device: torch.device, ranks: Ranks,
 
 def disk_bytes(config: Config, sizes: Sizes) -> int:
     """Of the most checkpoints that lie there at a time, float32 with moments, the frozen reference and the exported models; without rollouts."""
+    if only_evaluates(config):
+        return 4 * sizes.parameters * (config.model.path is None)
     rl, sft, trained = config.rl, config.sft, sizes.trainable + sizes.beside.get("critic", 0)
     kept = rl.keep_checkpoints + 1  # an old one goes when the next is complete
     in_sft = math.ceil(sft.steps / sft.checkpoint_every) if sft.checkpoint_every else 0
@@ -175,19 +181,29 @@ def memory_by_phase(config: Config, sizes: Sizes, device: torch.device, ranks: R
     Of reference, teacher and critic one is idle while another computes, and on a GPU on the host then, but for the critic, which keeps its
     place while the policy learns. Activations are a rule of thumb: 34 values a token and hidden unit in each layer, or one where they are computed again.
     """
-    text, policy, parameters, trainable = sizes.model.get_text_config(), config.policy, sizes.parameters, sizes.trainable
+    text, policy, parameters, trainable = (
+        sizes.model.get_text_config(),
+        config.policy,
+        sizes.parameters,
+        sizes.trainable,
+    )
     dtype = compute_dtype(policy.dtype, device)
     size, sharded = dtype.itemsize, ranks.world > 1 or dtype != torch.float32
     share = (policy.shard or ranks.local_world) if sharded else 1
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     kv_tokens = config.engine.slots * (config.rollout.max_prompt_tokens + config.rollout.max_tokens)
-    embeddings = text.vocab_size * text.hidden_size  # with the head the largest unit of FSDP, and whole during the whole backward
+    embeddings = (
+        text.vocab_size * text.hidden_size
+    )  # with the head the largest unit of FSDP, and whole during the whole backward
     layer, row = (parameters - embeddings) / text.num_hidden_layers, policy.row_tokens
     kept, again = (1, 34) if policy.activation_checkpointing else (34, 0)
     activations = (kept * text.num_hidden_layers + again) * text.hidden_size * row * size
     stays = lambda what: 0 if policy.offload in what else 1  # noqa: E731
-    critic, scorers = sizes.beside.get("critic", 0), {name: count for name, count in sizes.beside.items() if name != "critic"}
+    critic, scorers = (
+        sizes.beside.get("critic", 0),
+        {name: count for name, count in sizes.beside.items() if name != "critic"},
+    )
     critic_stays = stays([Offload.all]) if ranks.world > 1 else 1
     on_gpu = device.type == "cuda"
     of_sglang = choose_engine(config.engine.kind, device) == EngineKind.sglang

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 Begin = Callable[[str], None]  # called before each piece of work, with what it is
+SECONDS = 60  # that one piece may take, where nothing says otherwise
 TEXT = 4096  # bytes of a piece's description
 
 
@@ -39,7 +40,9 @@ def bounded(function: Callable[[Begin], T], seconds: int, memory: int = 4 * 2**3
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_work, args=(function, seconds, memory, doing, sender), daemon=True)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # this process has threads; the child uses nothing of theirs
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # this process has threads; the child uses nothing of theirs
         child.start()
     sender.close()
     try:
@@ -60,7 +63,9 @@ def bounded(function: Callable[[Begin], T], seconds: int, memory: int = 4 * 2**3
 
 def _work(function: Callable[[Begin], Any], seconds: int, memory: int, doing: mmap.mmap, sender: Connection) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)  # to a whole process group they are meant for the run, which ends its children
+        signal.signal(
+            number, signal.SIG_IGN
+        )  # to a whole process group they are meant for the run, which ends its children
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the kernel ends the child then, whatever it does
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a library's last words
     _limit_memory(memory)
@@ -77,7 +82,10 @@ def _work(function: Callable[[Begin], Any], seconds: int, memory: int, doing: mm
     except Exception as error:
         answer = False, error
     except BaseException as error:  # a panic of a library in Rust is no Exception
-        answer = False, f"ended with {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        answer = (
+            False,
+            f"ended with {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}",
+        )
     try:
         sender.send(answer)
     except Exception as error:  # it cannot be pickled

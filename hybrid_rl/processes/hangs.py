@@ -32,7 +32,9 @@ START = "start"  # the phase before the first that has a name
 _FORM = struct.Struct("d?B64s")  # when, waits for the others, length of the phase's name, the name
 
 
-Stacks = dict[int, list[str]]  # of each rank the lines of its main thread, innermost first; empty where it gave no answer
+Stacks = dict[
+    int, list[str]
+]  # of each rank the lines of its main thread, innermost first; empty where it gave no answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,9 @@ def phase(name: str) -> Iterator[None]:
     try:
         yield
     finally:
-        _own.name = before if before != START.encode() else f"after {name}".encode()[:64]  # what comes after the first phase is no loading
+        _own.name = (
+            before if before != START.encode() else f"after {name}".encode()[:64]
+        )  # what comes after the first phase is no loading
         _own.put()
 
 
@@ -149,7 +153,9 @@ class Watch:
         if len(notes) < len(pids) or not (hung := hanging(notes, now, self.timeout)):
             return
         stacks = self._collect(pids)
-        if any(not note.waits for note in hung):  # who is inside a collective of torch's own waits too, without having said so
+        if any(
+            not note.waits for note in hung
+        ):  # who is inside a collective of torch's own waits too, without having said so
             hung = [note for note in hung if not _in_collective(stacks[note.rank])] or hung
         else:  # one that does not even answer was stopped while it waited
             hung = [note for note in hung if not stacks[note.rank]] or hung
@@ -177,7 +183,9 @@ class Watch:
         found: Stacks = {}
         for rank in pids:
             text = self._text(rank)
-            (self.stacks / f"rank_{rank}.txt").write_text(text or "no answer: the process is stopped, or stuck in the kernel\n")
+            (self.stacks / f"rank_{rank}.txt").write_text(
+                text or "no answer: the process is stopped, or stuck in the kernel\n"
+            )
             found[rank] = main_thread(text)
         return found
 
@@ -190,7 +198,9 @@ class Watch:
 def main_thread(text: str) -> list[str]:
     """The frames of the main thread, innermost first, of what faulthandler wrote: it comes last."""
     blocks = [
-        block.strip().splitlines()[1:] for block in re.split(r"^(?=(?:Current t|T)hread 0x)", text, flags=re.MULTILINE) if block.strip()
+        block.strip().splitlines()[1:]
+        for block in re.split(r"^(?=(?:Current t|T)hread 0x)", text, flags=re.MULTILINE)
+        if block.strip()
     ]
     return [line.strip() for line in blocks[-1] if line.strip().startswith("File ")] if blocks else []
 
@@ -208,7 +218,10 @@ def describe(
     def since(note: Note) -> str:
         return f"no progress since {time.strftime('%H:%M:%S', time.localtime(time.time() - now + note.at))} ({now - note.at:.0f} s)"
 
-    lines = [f"hybrid_rl: rank {note.rank} hangs in phase {note.phase}: {since(note)}, rank_timeout={timeout:g}" for note in hung]
+    lines = [
+        f"hybrid_rl: rank {note.rank} hangs in phase {note.phase}: {since(note)}, rank_timeout={timeout:g}"
+        for note in hung
+    ]
     mutual = all(note.waits and stacks[note.rank] for note in hung)
     if mutual:
         whom = f"rank {', '.join(map(str, ended))} (ended)" if ended else "each other"
@@ -217,7 +230,9 @@ def describe(
     for note in notes:
         doing = "hangs" if note in hung and not mutual else "waits for the others"
         lines.append(f"  rank {note.rank}, phase {note.phase}, {doing}:")
-        lines += [f"    {frame}" for frame in stacks[note.rank][:most]] or ["    no answer: the process is stopped, or stuck in the kernel"]
+        lines += [f"    {frame}" for frame in stacks[note.rank][:most]] or [
+            "    no answer: the process is stopped, or stuck in the kernel"
+        ]
     return "\n".join([*lines, f"  every thread's stack: {folder}"])
 
 

@@ -44,12 +44,20 @@ def environment_problem() -> str:
     wanted = (*NUMBERS, "MASTER_ADDR", "MASTER_PORT") if number.get("WORLD_SIZE", 2) > 1 else NUMBERS[:1]
     for name in wanted:
         if not e.get(name):
-            return f"WORLD_SIZE={e['WORLD_SIZE']} is set and {name} is not: start ranks with torchrun, or unset WORLD_SIZE"
+            return (
+                f"WORLD_SIZE={e['WORLD_SIZE']} is set and {name} is not: start ranks with torchrun, or unset WORLD_SIZE"
+            )
         if name != "MASTER_ADDR" and name not in number:
             return f"{name}={e[name]}: must be a whole number of at least 0"
-    for name, (low, limit) in {"WORLD_SIZE": (1, None), "RANK": (0, "WORLD_SIZE"), "LOCAL_RANK": (0, "LOCAL_WORLD_SIZE")}.items():
+    for name, (low, limit) in {
+        "WORLD_SIZE": (1, None),
+        "RANK": (0, "WORLD_SIZE"),
+        "LOCAL_RANK": (0, "LOCAL_WORLD_SIZE"),
+    }.items():
         if name in wanted and (number[name] < low or (limit and number[name] >= number[limit])):
-            return f"{name}={number[name]}: must be at least {low}" + (f" and below {limit}={number[limit]}" if limit else "")
+            return f"{name}={number[name]}: must be at least {low}" + (
+                f" and below {limit}={number[limit]}" if limit else ""
+            )
     return ""
 
 
@@ -99,19 +107,30 @@ def launch(count: int, arguments: Sequence[str], run_folder: Path, timeout: floa
         shared |= {name: os.environ.get(name, "lo") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
     with tempfile.TemporaryDirectory() as notes:
         watched = hangs.Watch(Path(notes), timeout, run_folder / "stacks")
-        environments = [{**shared, hangs.NOTES: notes, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+        environments = [
+            {**shared, hangs.NOTES: notes, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)
+        ]
         code = attend(environments, arguments, patience, watched)
     del store  # it lives as long as the ranks
     return code
 
 
-def attend(environments: Sequence[dict[str, str]], arguments: Sequence[str], patience: float, watched: hangs.Watch | None = None) -> int:
+def attend(
+    environments: Sequence[dict[str, str]],
+    arguments: Sequence[str],
+    patience: float,
+    watched: hangs.Watch | None = None,
+) -> int:
     """Run python with `arguments` once for each of `environments`, together, until all have ended or one has failed. As `launch` says."""
     processes: list[subprocess.Popen[bytes]] = []
     with listening(patience + MARGIN, speaks=False):
         try:
-            for environment in environments:  # in sessions of their own: a terminal's signals reach them through this process only
-                processes.append(subprocess.Popen([sys.executable, *arguments], env=os.environ | environment, start_new_session=True))
+            for (
+                environment
+            ) in environments:  # in sessions of their own: a terminal's signals reach them through this process only
+                processes.append(
+                    subprocess.Popen([sys.executable, *arguments], env=os.environ | environment, start_new_session=True)
+                )
             failed = _wait(processes, watched)
         except hangs.Hangs as error:
             print(error, file=sys.stderr)

@@ -53,7 +53,8 @@ class Ranks:
         if size == 1:
             return Ranks()
         groups = [
-            dist.new_group(list(range(first, first + size)), backend="gloo", timeout=_patience) for first in range(0, self.world, size)
+            dist.new_group(list(range(first, first + size)), backend="gloo", timeout=_patience)
+            for first in range(0, self.world, size)
         ]
         return Ranks(self.rank % size, size, self.local_rank % size, size, groups[self.rank // size])
 
@@ -128,7 +129,11 @@ class Ranks:
         except Exception as error:
             if self.world == 1:
                 raise
-            if isinstance(error, dist.DistError) or "gloo" in str(error) or ELSEWHERE in getattr(error, "__notes__", ()):
+            if (
+                isinstance(error, dist.DistError)
+                or "gloo" in str(error)
+                or ELSEWHERE in getattr(error, "__notes__", ())
+            ):
                 _wait_for_the_end()
             print(f"hybrid_rl: rank {self.rank} failed\n{traceback.format_exc()}", end="", file=sys.stderr)
             _exit(1)
@@ -186,7 +191,9 @@ def join(timeout: float, device: str = "auto") -> Ranks:
     global _patience
     if not launched():
         return Ranks()
-    rank, world, local_rank, local_world = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    rank, world, local_rank, local_world = (
+        int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    )
     ranks = Ranks(rank, world, local_rank, local_world)
     gpu = device != "cpu" and torch.cuda.is_available()
     if gpu:

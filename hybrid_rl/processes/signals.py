@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import psutil
@@ -35,8 +35,12 @@ def asked() -> int:
 
 
 @contextmanager
-def listening(patience: float, speaks: bool = True) -> Iterator[None]:
-    """Signals are wishes while this lasts; `patience` seconds after the first one it is as if a second one came.
+def listening(
+    patience: float, speaks: bool = True, pass_on: Callable[[int], object] = lambda number: None
+) -> Iterator[None]:
+    """A signal requests a graceful stop while this lasts; `patience` seconds after the first one it is as if a second one came.
+
+    `pass_on` is called with the first one.
 
     A thread receives them: the main thread may be in a long computation, or wait for a rank that is no more.
     """
@@ -46,7 +50,7 @@ def listening(patience: float, speaks: bool = True) -> Iterator[None]:
     os.set_blocking(writer, False)
     before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
     descriptor = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    watcher = threading.Thread(target=_watch, args=(reader, patience, speaks), daemon=True)
+    watcher = threading.Thread(target=_watch, args=(reader, patience, speaks, pass_on), daemon=True)
     watcher.start()
     try:
         yield
@@ -59,7 +63,7 @@ def listening(patience: float, speaks: bool = True) -> Iterator[None]:
         os.close(reader)
 
 
-def _watch(reader: int, patience: float, speaks: bool) -> None:
+def _watch(reader: int, patience: float, speaks: bool, pass_on: Callable[[int], object]) -> None:
     global _asked
     first = 0.0
     while True:
@@ -70,6 +74,7 @@ def _watch(reader: int, patience: float, speaks: bool) -> None:
         now, number = time.monotonic(), received[0]
         if number in SIGNALS and not _asked:
             _asked, first = number, now
+            pass_on(number)
             if speaks:
                 name = signal.Signals(number).name
                 line = f"hybrid_rl: {name}: the step ends and is saved, which may take up to {patience:g} s; a second one ends at once\n"
@@ -84,6 +89,14 @@ def end_now(code: int) -> None:
     kill_children(os.getpid())
     sys.stdout.flush()
     os._exit(code)
+
+
+def pass_to_busy_children(number: int) -> None:
+    """Send the signal to each child process that has children of its own: another launcher's workers in which a job runs."""
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):
+            if child.children():
+                child.send_signal(number)
 
 
 def kill_children(pid: int) -> None:

@@ -75,7 +75,11 @@ def write_report(run_dir: Path, summary: dict[str, Any] | None = None) -> Path:
     evaluations, steps = evaluation_cases(run.folder / "rollouts"), step_cases(run.folder / "rollouts")
     # Completions, and all else that a run wrote, are untrusted: autoescape for every value, and nothing is marked safe.
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     html = environment.get_template("template.html.jinja").render(
         title=facts["name"],
@@ -118,7 +122,12 @@ def read_run(folder: Path, summary: dict[str, Any] | None = None) -> Run:
     for position, line in enumerate(lines):
         record = _json(line)
         stage, step = record.get("stage"), record.get("step")
-        if isinstance(stage, str) and type(step) is int and 0 <= step <= MAX_STEP and isinstance(record.setdefault("name", ""), str):
+        if (
+            isinstance(stage, str)
+            and type(step) is int
+            and 0 <= step <= MAX_STEP
+            and isinstance(record.setdefault("name", ""), str)
+        ):
             records[stage, record["name"], step] = record
         elif line.strip() and position < len(lines) - 1:
             broken += 1
@@ -135,7 +144,11 @@ def _facts(run: Run) -> dict[str, str]:
     date = re.search(r"(\d{4}-\d\d-\d\d)[ _T-](\d\d)[-:.]?(\d\d)(?:[-:.]?(\d\d))?", folder)
     seed = run.summary.get("seed", run.config.get("seed"))
     model, parameters = _mapping(run.summary, "model"), number(_mapping(run.summary, "model").get("parameters"))
-    path = _text(model.get("path") or _mapping(run.config, "model").get("path") or ("embedded tiny model" if run.config or model else ""))
+    path = _text(
+        model.get("path")
+        or _mapping(run.config, "model").get("path")
+        or ("embedded tiny model" if run.config or model else "")
+    )
     return {
         "name": _text(run.summary.get("name") or run.config.get("name")) or folder,
         "date": f"{date[1]} {date[2]}:{date[3]}" if date else "",
@@ -165,7 +178,9 @@ def _method(config: dict[str, Any]) -> list[str]:
 
 def _part(part: dict[str, Any]) -> str:
     """The name of an algorithm's part: the file's name of those that come along, the whole path of others."""
-    return re.sub(r"^hybrid_rl\.algo\.(aggregation\.)?|(?<=\w)\.(advantages|loss|correct)$", "", _text(part.get("_target_")))
+    return re.sub(
+        r"^hybrid_rl\.algo\.(aggregation\.)?|(?<=\w)\.(advantages|loss|correct)$", "", _text(part.get("_target_"))
+    )
 
 
 def _right(run: Run) -> str:
@@ -195,7 +210,9 @@ def _state(run: Run) -> str:
         done = f"{run.rl[-1]['step']} of {shown(planned)} RL steps" if run.rl else "no RL step yet"
         notes.append(f"Not finished: {done}.")
     if alarms := _alarms(run):
-        notes.append(f"Alarms began in {len(alarms)} of {len(run.rl)} RL steps, first in step {alarms[0][0]}: see Worth a look.")
+        notes.append(
+            f"Alarms began in {len(alarms)} of {len(run.rl)} RL steps, first in step {alarms[0][0]}: see Worth a look."
+        )
     if run.broken_lines:
         notes.append(f"{run.broken_lines} unreadable lines of metrics.jsonl are left out.")
     return " ".join(notes)
@@ -231,7 +248,11 @@ def _cards(run: Run) -> list[dict[str, str]]:
     memory = [x for r in run.rl if not math.isnan(x := number(r.get("memory_gib")))]
     planned = number(_mapping(run.config, "rl").get("steps"))
     cards = [
-        ("RL steps", shown(run.rl[-1]["step"]) if run.rl else "", "" if math.isnan(planned) else f"of {shown(planned)}"),
+        (
+            "RL steps",
+            shown(run.rl[-1]["step"]) if run.rl else "",
+            "" if math.isnan(planned) else f"of {shown(planned)}",
+        ),
         ("time", _duration(seconds) if seconds else "", "the whole run" if whole else "RL so far"),
         ("tokens a second", shown(median(speed)) if speed else "", "median of RL steps"),
         ("peak memory", f"{shown(max(memory))} GiB" if memory else "", "largest of RL steps"),
@@ -261,9 +282,18 @@ def _counters(run: Run) -> list[Row]:
     errors = [x for e in run.evals if (x := number(e.get("reward_errors"))) > 0]
     if errors:
         rows.append(("rewards that failed in evaluations", shown(sum(errors)), "–", "–"))
-    holes = [r["step"] for r in run.rl if any(isinstance(value, float) and not math.isfinite(value) for value in r.values())]
+    holes = [
+        r["step"] for r in run.rl if any(isinstance(value, float) and not math.isfinite(value) for value in r.values())
+    ]
     if holes:
-        rows.append(("steps with a metric that is not finite", str(len(holes)), f"{len(holes)} of {len(run.rl)}", str(max(holes))))
+        rows.append(
+            (
+                "steps with a metric that is not finite",
+                str(len(holes)),
+                f"{len(holes)} of {len(run.rl)}",
+                str(max(holes)),
+            )
+        )
     return rows
 
 
@@ -274,7 +304,11 @@ def _alarms(run: Run) -> list[Row]:
 
 
 def _environment(run: Run) -> list[Row]:
-    return [(str(key), _text(value)) for group in ("versions", "machine") for key, value in _mapping(run.summary, group).items()]
+    return [
+        (str(key), _text(value))
+        for group in ("versions", "machine")
+        for key, value in _mapping(run.summary, group).items()
+    ]
 
 
 def _text(value: object) -> str:

@@ -9,7 +9,9 @@ from hybrid_rl.report import write_report
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m hybrid_rl.report", description="Build a run's report.html and samples.md.")
+    parser = argparse.ArgumentParser(
+        prog="python -m hybrid_rl.report", description="Build a run's report.html and samples.md."
+    )
     parser.add_argument("run_dir", type=Path, help="a run's folder; the run may still be going on")
     arguments = parser.parse_args()
     try:

@@ -15,8 +15,20 @@ Record = dict[str, Any]
 Curves = dict[str, list[float]]  # label → one value a step, NaN where there is none
 Point = tuple[float, float]
 
-PHASES = ("rollout", "sleep", "update", "handover", "evaluate", "checkpoint")  # first, so that each keeps its colour in every report
-EVALUATIONS = {"base": ("base", "dotted", 6), "sft": ("after SFT", "dashed", 2), "rl": ("after RL", "solid", 3)}  # label, line, colour
+PHASES = (
+    "rollout",
+    "sleep",
+    "update",
+    "handover",
+    "evaluate",
+    "checkpoint",
+)  # first, so that each keeps its colour in every report
+EVALUATIONS = {
+    "model": ("the model", "dotted", 6),
+    "base": ("base", "dotted", 6),
+    "sft": ("after SFT", "dashed", 2),
+    "rl": ("after RL", "solid", 3),
+}  # label, line, colour
 CLIPPED = {"clip_fraction": "low and high", "clip_low": "low side", "clip_high": "high side", "clip_dual": "dual clip"}
 GROUPS = {"silent_groups": "silent, replaced", "missing_groups": "missing from the batch"}
 QUANTILES = {"p50": "median", "p01": "1st percentile", "p99": "99th percentile", "max": "largest"}
@@ -24,7 +36,14 @@ COLOURS = 8  # of the CSS variables --c1 … --c8
 MAX_BARS = 60  # of a stacked chart; more steps are averaged
 MAX_POINTS = 800  # of a curve; of more only the lowest and highest at a place are drawn
 CURVE = 3  # points that make a curve: fewer are drawn without a line between them
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 340.0, 186.0, 48.0, 334.0, 8.0, 150.0  # of the SVG, and of the area of its axes
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = (
+    340.0,
+    186.0,
+    48.0,
+    334.0,
+    8.0,
+    150.0,
+)  # of the SVG, and of the area of its axes
 HUGE = 1e308  # an axis ends here
 
 
@@ -163,7 +182,9 @@ def phase_seconds(rl: Sequence[Record]) -> dict[str, list[float]]:
     steps = [r["seconds"] if isinstance(r.get("seconds"), dict) else {} for r in rl]
     names = {str(name) for step in steps for name in step}
     ordered = [name for name in PHASES if name in names] + sorted(names.difference(PHASES))
-    return {name: [0.0 if math.isnan(x := number(step.get(name))) else max(x, 0.0) for step in steps] for name in ordered}
+    return {
+        name: [0.0 if math.isnan(x := number(step.get(name))) else max(x, 0.0) for step in steps] for name in ordered
+    }
 
 
 def phase_colour(name: str, position: int) -> int:
@@ -195,7 +216,7 @@ def _finite(curves: Curves) -> list[float]:
 
 def _one_a_step(evals: Sequence[Record]) -> list[Record]:
     """The evaluations in order of steps; of two before the first step, the one after SFT."""
-    known = ("base", "sft", "step", "rl")
+    known = ("model", "base", "sft", "step", "rl")
     ordered = sorted((e for e in evals if e["name"] in known), key=lambda e: known.index(e["name"]))
     newest = {e["step"]: e for e in ordered}
     return [newest[step] for step in sorted(newest)]
@@ -218,7 +239,9 @@ def _lines(
         return None
     down, across = _vertical(finite, from_zero or percent, log, 0.1 if percent else 1.0), _across(x)
     shapes = [shape for position, y in enumerate(curves.values()) for shape in _curve(across, down, x, y, 1 + position)]
-    newest = {label: shown(found[-1] if (found := _finite({"": y})) else math.nan, percent) for label, y in curves.items()}
+    newest = {
+        label: shown(found[-1] if (found := _finite({"": y})) else math.nan, percent) for label, y in curves.items()
+    }
     legend = tuple(Legend(f"{label} {newest[label]}", 1 + position) for position, label in enumerate(curves) if label)
     return _chart(title, unit, across, down, shapes, legend, newest.get("", ""), x_label, percent)
 
@@ -248,31 +271,57 @@ def _correct(evals: Sequence[Record], right: str) -> Chart | None:
     if not ks:
         return _line("Evaluation: correct", f"share of samples{right and ', ' + right}", evals, "correct", percent=True)
     curves = {f"pass@{k}": [number(step.get(k)) for step in inner] for k in ks}
-    return _lines("Evaluation: pass@k", f"share of tasks, k tries{right and ', ' + right}", _steps(evals), curves, percent=True)
+    return _lines(
+        "Evaluation: pass@k", f"share of tasks, k tries{right and ', ' + right}", _steps(evals), curves, percent=True
+    )
 
 
 def _reward(evals: Sequence[Record], rl: Sequence[Record]) -> Chart | None:
     x, mean = _steps(rl), _values(rl, "reward")
     band = [_band(r) for r in rl]
-    marks = {e["name"]: value for e in evals if e["name"] in EVALUATIONS and not math.isnan(value := number(e.get("reward")))}
-    between = [(e["step"], value) for e in evals if e["name"] == "step" and not math.isnan(value := number(e.get("reward")))]
+    marks = {
+        e["name"]: value for e in evals if e["name"] in EVALUATIONS and not math.isnan(value := number(e.get("reward")))
+    }
+    between = [
+        (e["step"], value) for e in evals if e["name"] == "step" and not math.isnan(value := number(e.get("reward")))
+    ]
     finite = [value for value in mean if not math.isnan(value)]
     if not finite and not marks:
         return None
-    legend = [Legend("mean of a step", 1), Legend("± one standard deviation, within the step's rewards", 1, "band")] if finite else []
+    legend = (
+        [Legend("mean of a step", 1), Legend("± one standard deviation, within the step's rewards", 1, "band")]
+        if finite
+        else []
+    )
     legend += [Legend("evaluation", 3, "dot")] if between else []
     for name, value in marks.items():
         label, line, colour = EVALUATIONS[name]
         legend.append(Legend(f"{label} {shown(value)}", colour, line))
-    everything = [*finite, *marks.values(), *(v for _, v in between), *(v for pair in band for v in pair if not math.isnan(v))]
+    everything = [
+        *finite,
+        *marks.values(),
+        *(v for _, v in between),
+        *(v for pair in band for v in pair if not math.isnan(v)),
+    ]
     down, across = _vertical(everything), _across([*x, *(step for step, _ in between)])
     shapes = _filled(across, down, x, band)
     for name, value in marks.items():
-        shapes.append(Shape(f"rule {EVALUATIONS[name][1]}", EVALUATIONS[name][2], f"M{LEFT:g} {down.place(value):.1f}H{RIGHT:g}"))
+        shapes.append(
+            Shape(f"rule {EVALUATIONS[name][1]}", EVALUATIONS[name][2], f"M{LEFT:g} {down.place(value):.1f}H{RIGHT:g}")
+        )
     shapes += _curve(across, down, x, mean, 1)
     if between:
         shapes.append(_dots([(across.place(step), down.place(value)) for step, value in between], 3, "dots big"))
-    return _chart("Reward", "mean", across, down, shapes, tuple(legend), shown(finite[-1]) if finite else "", ticks=bool(x or between))
+    return _chart(
+        "Reward",
+        "mean",
+        across,
+        down,
+        shapes,
+        tuple(legend),
+        shown(finite[-1]) if finite else "",
+        ticks=bool(x or between),
+    )
 
 
 def _band(record: Record) -> Point:
@@ -333,7 +382,9 @@ def _across(x: Sequence[int], edge: float = 0.0) -> Axis:
     """The axis of steps, `edge` of them more on each side; a single step is in its middle."""
     low, high = (min(x) - edge, max(x) + edge) if x else (0.0, 1.0)
     return (
-        Axis(low, high, LEFT + 4, RIGHT - 4) if high - low >= 2 else Axis((low + high) / 2 - 1, (low + high) / 2 + 1, LEFT + 4, RIGHT - 4)
+        Axis(low, high, LEFT + 4, RIGHT - 4)
+        if high - low >= 2
+        else Axis((low + high) / 2 - 1, (low + high) / 2 + 1, LEFT + 4, RIGHT - 4)
     )
 
 
@@ -352,11 +403,17 @@ def _curve(across: Axis, down: Axis, x: Sequence[int], y: Sequence[float], colou
 
 def _filled(across: Axis, down: Axis, x: Sequence[int], band: Sequence[Point]) -> list[Shape]:
     """The area between the pairs of a band."""
-    edges = [[(across.place(step), down.place(pair[side])) for step, pair in zip(x, band, strict=True)] for side in (0, 1)]
+    edges = [
+        [(across.place(step), down.place(pair[side])) for step, pair in zip(x, band, strict=True)] for side in (0, 1)
+    ]
     gaps = [math.isnan(low[1]) or math.isnan(high[1]) for low, high in zip(*edges, strict=True)]
     low, high = ([(px, math.nan if gap else py) for (px, py), gap in zip(edge, gaps, strict=True)] for edge in edges)
     areas = zip(_runs(low), _runs(high), strict=True)
-    return [Shape("band", 1, "".join(f"{_path([*_thinned(a), *reversed(_thinned(b))])}z" for a, b in areas))] if not all(gaps) else []
+    return (
+        [Shape("band", 1, "".join(f"{_path([*_thinned(a), *reversed(_thinned(b))])}z" for a, b in areas))]
+        if not all(gaps)
+        else []
+    )
 
 
 def _runs(points: Sequence[Point]) -> Iterator[list[Point]]:

@@ -42,7 +42,9 @@ class Console:
     def reward_faults(self, examples: dict[str, str]) -> None:
         """The first example of each kind of fault that a reward had, once a run."""
         for kind, example in examples.items():
-            self.say_once(f"reward {kind}", f"reward failed ({kind}), {example}; the next ones of this kind are only counted")
+            self.say_once(
+                f"reward {kind}", f"reward failed ({kind}), {example}; the next ones of this kind are only counted"
+            )
 
     def heading(self, text: str) -> None:
         self._rich.print(visible(f"\n{text}"), style="bold", markup=False)
@@ -66,7 +68,9 @@ class Console:
 
             def advance(count: int = 1, note: str = "", more: int = 0) -> None:
                 done, whole = bar.tasks[task].completed + count, (bar.tasks[task].total or 0) + more
-                bar.update(task, completed=min(done, whole), total=whole, note=visible(note))  # a rank counts for others, and may be ahead
+                bar.update(
+                    task, completed=min(done, whole), total=whole, note=visible(note)
+                )  # a rank counts for others, and may be ahead
 
             yield advance
 
@@ -86,7 +90,11 @@ def step_line(m: dict[str, Any], steps: int) -> str:
         f"{m['tokens_per_second'] / 1000:.1f}k tok/s  {m['memory_gib']:.2f} GiB  {sum(seconds.values()):.2f} s ({phases})"
     )
     notes = [f"nothing was trained: {NOTHING[nothing][0]}"] if nothing else []
-    notes += [f"{m[key]:.0f} {text}{_kinds(m) if key == 'reward_errors' else ''}" for key, text in COUNTERS.items() if m.get(key)]
+    notes += [
+        f"{m[key]:.0f} {text}{_kinds(m) if key == 'reward_errors' else ''}"
+        for key, text in COUNTERS.items()
+        if m.get(key)
+    ]
     return line + ("  ! " + ", ".join(notes) if notes else "")
 
 
@@ -150,4 +158,10 @@ def eval_line(m: dict[str, Any]) -> str:
     )
 
 
-EVALUATED = {"base": "the base model", "sft": "the model after SFT", "rl": "the model after RL", "step": "the policy"}
+EVALUATED = {
+    "model": "the model",
+    "base": "the base model",
+    "sft": "the model after SFT",
+    "rl": "the model after RL",
+    "step": "the policy",
+}

@@ -66,7 +66,10 @@ def step_cases(rollouts: Path) -> list[tuple[int, list[Case]]]:
 def _cases_of_step(path: Path) -> list[Case]:
     """A step's best, median, worst and, if any, first failed rollout."""
     rows = _read(path)
-    scored = sorted((row for row in rows if row["reward"] is not None), key=lambda row: (-row["reward"], row["group_id"], row["index"]))
+    scored = sorted(
+        (row for row in rows if row["reward"] is not None),
+        key=lambda row: (-row["reward"], row["group_id"], row["index"]),
+    )
     places = {0: "best", len(scored) // 2: "median", len(scored) - 1: "worst"} if scored else {}
     if len(scored) == 2:
         places = {0: "best", 1: "worst"}
@@ -78,7 +81,10 @@ def _cases_of_step(path: Path) -> list[Case]:
 def markdown(title: str, evaluations: Sequence[Case], steps: Sequence[tuple[int, list[Case]]]) -> str:
     """The cases as markdown; texts of the run stay inside fences and code spans that they cannot close."""
     lines = [f"# Samples of {_span(title)}"]
-    lines += ["## Evaluation", "The same tasks each time, taken evenly over the set and not by result." if evaluations else "None yet."]
+    lines += [
+        "## Evaluation",
+        "The same tasks each time, taken evenly over the set and not by result." if evaluations else "None yet.",
+    ]
     for case in evaluations:
         lines += _case_lines(case)
     for step, cases in steps:
@@ -131,7 +137,9 @@ def _heading(row: dict[str, Any]) -> str:
 
 def _case(title: str, labelled: Sequence[tuple[str, dict[str, Any]]]) -> Case:
     row = labelled[0][1]
-    return Case(title, _clip(row["prompt"]), _clip(row["answer"]), tuple(_sample(label, row) for label, row in labelled))
+    return Case(
+        title, _clip(row["prompt"]), _clip(row["answer"]), tuple(_sample(label, row) for label, row in labelled)
+    )
 
 
 def _sample(label: str, row: dict[str, Any]) -> Sample:

@@ -29,7 +29,9 @@ def rollout_metrics(batch: Batch) -> dict[str, Any]:
     rewards = [r.reward for r in scored if r.reward is not None]
     names = sorted({name for r in scored for name in r.reward_parts})
     parts = {name: [r.reward_parts.get(name, 0.0) for r in scored] for name in names}
-    sources = mean_by_source((g.task.source, r.reward) for g in batch.all_groups for r in g.rollouts if r.reward is not None)
+    sources = mean_by_source(
+        (g.task.source, r.reward) for g in batch.all_groups for r in g.rollouts if r.reward is not None
+    )
     return {
         "reward": mean(rewards),
         "reward_std": spread(rewards),
@@ -145,7 +147,9 @@ class Alarms:
     _first: dict[str, list[float]] = field(default_factory=dict, init=False)  # the first measured values
     _lasting: dict[str, int] = field(default_factory=dict, init=False)  # steps in a row that something has lasted
     _varied: list[str] = field(default_factory=list, init=False)  # parts of the reward that once told rollouts apart
-    _active: dict[str, int] = field(default_factory=dict, init=False)  # alarms that were given, and for how many steps they are calm
+    _active: dict[str, int] = field(
+        default_factory=dict, init=False
+    )  # alarms that were given, and for how many steps they are calm
 
     def check(self, values: dict[str, Any]) -> dict[str, str]:
         """Alarms that begin with this step: short name → line. `values` are the step's metrics; what is missing is not judged."""
@@ -179,18 +183,14 @@ class Alarms:
         yield from self._entropy(_measured(values, "entropy"))
         yield from self._mismatch(_measured(values, "mismatch_kl"))
         if (share := _measured(values, "dropped")) is not None:
-            line = (
-                f"algo.correction drops {share:.1%} of tokens, limit {self.dropped:.0%}: hardly anything is learned; look at the mismatch"
-            )
+            line = f"algo.correction drops {share:.1%} of tokens, limit {self.dropped:.0%}: hardly anything is learned; look at the mismatch"
             yield "dropped", line if share >= self.dropped else ""
         yield from self._reward(values)
         if (share := _measured(values, "truncated")) is not None:
             line = f"{share:.1%} of completions truncated, limit {self.truncated:.0%}: raise rollout.max_tokens, or see if they never end"
             yield "truncated", line if share >= self.truncated else ""
         if (share := _measured(values, "repetition")) is not None:
-            line = (
-                f"repetition {share:.1%}, limit {self.repetition:.0%}: completions say the same again and again; read this step's rollouts"
-            )
+            line = f"repetition {share:.1%}, limit {self.repetition:.0%}: completions say the same again and again; read this step's rollouts"
             yield "repetition", line if share >= self.repetition else ""
 
     def _entropy(self, entropy: float | None) -> Iterator[tuple[str, str]]:
@@ -209,7 +209,11 @@ class Alarms:
         if kl is None:
             return
         first = self._began("mismatch_kl", kl)
-        growth = max(self.mismatch_floor, self.mismatch_growth * statistics.median(first)) if len(first) == FIRST else math.inf
+        growth = (
+            max(self.mismatch_floor, self.mismatch_growth * statistics.median(first))
+            if len(first) == FIRST
+            else math.inf
+        )
         lasting = self._last("mismatch_kl", kl > self.mismatch)
         line = ""
         if lasting >= self.steps:

@@ -31,7 +31,9 @@ class Batch:
     examples: dict[str, str] = field(default_factory=dict)  # of each kind the first: task and error
     replacement_rounds: int = 0
     trained: set[tuple[int, int]] = field(default_factory=set)  # (group id, index) of the rollouts that an update used
-    greedy: dict[int, float] = field(default_factory=dict)  # by group id, what the most likely completion was paid; where it was asked for
+    greedy: dict[int, float] = field(
+        default_factory=dict
+    )  # by group id, what the most likely completion was paid; where it was asked for
 
     @property
     def rollouts(self) -> list[Rollout]:
@@ -52,11 +54,18 @@ class Collector:
     def __init__(
         self, engine: Engine, tasks: Sequence[Task], tokenizer: PreTrainedTokenizerBase, scorer: Scorer, config: RolloutConfig, seed: int,
         ranks: Ranks | None = None, algo: AlgoConfig | None = None, greedy: bool = False,
-        revive: Callable[[EngineDied], None] | None = None,
+        revive: Callable[[EngineDied], None] | None = None, data_seed: int | None = None,
     ):  # fmt: skip
         self.ranks, self.algo, self.greedy, self.revive = ranks or Ranks(), algo or AlgoConfig(), greedy, revive
-        self.engine, self.tasks, self.tokenizer, self.scorer, self.config, self.seed = engine, tasks, tokenizer, scorer, config, seed
-        self.sampler = Sampler(len(tasks), seed)
+        self.engine, self.tasks, self.tokenizer, self.scorer, self.config, self.seed = (
+            engine,
+            tasks,
+            tokenizer,
+            scorer,
+            config,
+            seed,
+        )
+        self.sampler = Sampler(len(tasks), seed if data_seed is None else data_seed)
         self.next_group = 0
         self.sampling = Sampling(config.temperature, config.top_k, config.top_p, config.max_tokens)
 
@@ -95,24 +104,35 @@ class Collector:
 
     def _check_failures(self, batch: Batch, asked: int) -> None:
         """Of `asked` rewards."""
-        rollouts, most = [rollout for group in batch.all_groups for rollout in group.rollouts], self.config.max_reward_failures
+        rollouts, most = (
+            [rollout for group in batch.all_groups for rollout in group.rollouts],
+            self.config.max_reward_failures,
+        )
         if all(rollout.error for rollout in rollouts):
             raise RewardError(f"all {len(rollouts)} rewards of a step failed; the last: {rollouts[-1].error}")
         if batch.reward_errors > most * asked:
-            kinds = ", ".join(f"{kind} {count}" for kind, count in fault_metrics(batch.reward_faults)["reward_faults"].items())
+            kinds = ", ".join(
+                f"{kind} {count}" for kind, count in fault_metrics(batch.reward_faults)["reward_faults"].items()
+            )
             first = next(iter(batch.examples.values()))
             raise RewardError(
                 f"{batch.reward_errors} of {asked} rewards of a step failed ({kinds}), more than rollout.max_reward_failures={most:g} "
                 f"of them; the first: {first}"
             )
 
-    def _sample(self, groups: Sequence[Group], sampling: Sampling, on_completion: Callable[[int], None] = lambda count: None) -> None:
-        sample_groups(self.engine, groups, sampling, self.tokenizer, self.scorer, self.ranks, on_completion, self.revive)
+    def _sample(
+        self, groups: Sequence[Group], sampling: Sampling, on_completion: Callable[[int], None] = lambda count: None
+    ) -> None:
+        sample_groups(
+            self.engine, groups, sampling, self.tokenizer, self.scorer, self.ranks, on_completion, self.revive
+        )
         if buffer := round(self.algo.overlong_share * sampling.max_tokens):
             for rollout in (r for group in groups for r in group.rollouts if r.reward is not None):
                 cost = penalty(rollout.sampled, sampling.max_tokens, buffer)
                 if "overlong" in rollout.reward_parts:
-                    raise RewardError("the reward has a part named overlong, as algo.overlong_share adds one; rename it, or set that to 0")
+                    raise RewardError(
+                        "the reward has a part named overlong, as algo.overlong_share adds one; rename it, or set that to 0"
+                    )
                 rollout.shape("overlong", self.algo.overlong_penalty * cost)
 
     def _greedy(self, groups: Sequence[Group]) -> list[Group]:
@@ -127,7 +147,9 @@ class Collector:
             return group.silent(self.algo.silent_by)
         except KeyError:
             parts = ", ".join(sorted({name for r in group.rollouts for name in r.reward_parts}))
-            raise RewardError(f"algo.silent_by={self.algo.silent_by}: the reward has no such part; it has {parts}") from None
+            raise RewardError(
+                f"algo.silent_by={self.algo.silent_by}: the reward has no such part; it has {parts}"
+            ) from None
 
     def state(self) -> dict[str, object]:
         return {"sampler": self.sampler.state(), "next_group": self.next_group}

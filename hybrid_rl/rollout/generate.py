@@ -15,7 +15,9 @@ from hybrid_rl.rollout.rewards import Scorer
 from hybrid_rl.types import Group, Rollout, Task
 
 
-def make_group(id: int, task: Task, size: int, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int, *seed_facts: object) -> Group:
+def make_group(
+    id: int, task: Task, size: int, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int, *seed_facts: object
+) -> Group:
     """A group of empty rollouts: the prompt rendered once, a random stream for each sample."""
     ids = prompt_ids(task, tokenizer, max_prompt_tokens)
     return Group(id, task, [Rollout(task.id, id, i, request_seed(*seed_facts, i), list(ids)) for i in range(size)])
@@ -43,9 +45,12 @@ def sample_groups(
                 try:
                     rollout.add_sampled(completion.token_ids, completion.logprobs, completion.versions)
                 except ValueError as error:  # its weights are broken, or it is: nothing that it samples can be trusted
-                    raise EngineError(f"the engine's completion of group {group.id}, rollout {rollout.index}: {error}") from error
+                    raise EngineError(
+                        f"the engine's completion of group {group.id}, rollout {rollout.index}: {error}"
+                    ) from error
                 rollout.finish(
-                    completion.finish_reason, completion_text(completion.token_ids, tokenizer, completion.finish_reason == "stop")
+                    completion.finish_reason,
+                    completion_text(completion.token_ids, tokenizer, completion.finish_reason == "stop"),
                 )
                 scorer.submit(rollout, group.task)
                 on_completion(ranks.world // engine.team.world)  # the others are about as far

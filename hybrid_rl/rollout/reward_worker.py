@@ -53,7 +53,9 @@ def work(pipe: Connection, reward: dict[str, Any], output: Connection) -> None:
     """The process's life: send "" or why the reward cannot be loaded, then answer each (completion, task)."""
     os.setpgrp()  # what the reward starts ends with it, see Worker.kill
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)  # sent to a whole process group they are meant for the run, which ends its workers
+        signal.signal(
+            number, signal.SIG_IGN
+        )  # sent to a whole process group they are meant for the run, which ends its workers
     threading.Thread(target=_end_with_parent, daemon=True).start()
     for descriptor in (1, 2):
         os.dup2(output.fileno(), descriptor)
@@ -126,7 +128,9 @@ def _checked(result: object) -> Score | RewardFault:
     parts: dict[str, float] = {}
     for name, value in named.items():
         if not isinstance(name, str) or not name or name != printable(name, 100):
-            return RewardFault(BAD_NAME, f"the reward has a part named {_shown(name)}; a name must be a short, printable text")
+            return RewardFault(
+                BAD_NAME, f"the reward has a part named {_shown(name)}; a name must be a short, printable text"
+            )
         if getattr(value, "ndim", None) == 0:  # a scalar of numpy or torch
             value = value.item()
         if not isinstance(value, Real):
@@ -137,7 +141,8 @@ def _checked(result: object) -> Score | RewardFault:
         return RewardFault(NOT_FINITE, f"reward {total} with parts {_shown(parts)} is not finite")
     if max(map(abs, (total, *parts.values()))) > LARGEST:
         return RewardFault(
-            TOO_LARGE, f"reward {total:g} with parts {_shown(parts)} is beyond ±{LARGEST:g}, which float32 cannot compute with"
+            TOO_LARGE,
+            f"reward {total:g} with parts {_shown(parts)} is beyond ±{LARGEST:g}, which float32 cannot compute with",
         )
     return total, parts
 

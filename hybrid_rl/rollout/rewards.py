@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import codecs
-import multiprocessing
 import os
 import queue
 import signal
@@ -23,12 +22,13 @@ from multiprocessing.connection import wait as wait_for
 from typing import Any
 
 from hybrid_rl.processes import hangs
+from hybrid_rl.processes.children import Context
 from hybrid_rl.rollout.reward_worker import CONTRACT, DIED, TIMEOUT, RewardFault, Score, Unusable, work
 from hybrid_rl.types import Rollout, Task
 
 STARTS = 3  # of a worker that the system kills, one after the other, before the machine is called broken
 OUTPUT = 1 << 16  # bytes that the rewards of a run may print
-CONTEXT = multiprocessing.get_context("spawn")
+CONTEXT = Context()
 # What a reward is tried with. A reward that runs the code of completions runs this.
 MADE_UP = "This is a made-up completion.\n\n```python\nprint(1)\n```\n"
 MOST_TRIALS = 8  # tasks, each of another source
@@ -42,7 +42,11 @@ class _Ended(Exception):
     """A worker process is no more, or does not answer; the exit code is None if it lived on."""
 
     def __init__(self, exit_code: int | None):
-        super().__init__(f"its process died (exit code {exit_code})" if exit_code is not None else "its process closed its connection")
+        super().__init__(
+            f"its process died (exit code {exit_code})"
+            if exit_code is not None
+            else "its process closed its connection"
+        )
         self.exit_code = exit_code
 
 
@@ -144,7 +148,9 @@ class Scorer:
                 self._end(worker)
                 idle_deaths += asked is not None
                 if idle_deaths > STARTS:
-                    raise RewardError(f"processes of the reward were killed {idle_deaths} times in a row while they had nothing to do")
+                    raise RewardError(
+                        f"processes of the reward were killed {idle_deaths} times in a row while they had nothing to do"
+                    )
         except RewardError as error:
             self._break(error)
         except BaseException as error:  # whatever it is, nobody may wait for this thread
@@ -172,7 +178,9 @@ class Scorer:
                 problem = f"it takes longer than rollout.reward_start_timeout={self.start_timeout:g} s"
             except _Ended as ended:
                 problem = str(ended)
-                if ended.exit_code is not None and ended.exit_code < 0 and not self._closed:  # by a signal: the system's doing, perhaps
+                if (
+                    ended.exit_code is not None and ended.exit_code < 0 and not self._closed
+                ):  # by a signal: the system's doing, perhaps
                     self._end(worker)
                     continue
             if not problem:
@@ -243,7 +251,9 @@ class _Worker:
             raise
         except Exception:  # the pipe is closed, or holds what is no message
             patience = time.monotonic() + 1.0
-            while self.process.is_alive() and time.monotonic() < patience:  # join waits for ever if the sentinel alone is closed
+            while (
+                self.process.is_alive() and time.monotonic() < patience
+            ):  # join waits for ever if the sentinel alone is closed
                 time.sleep(0.01)
             raise _Ended(self.process.exitcode) from None
 

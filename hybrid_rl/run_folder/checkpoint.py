@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import threading
 import zlib
@@ -33,10 +34,12 @@ from hybrid_rl.policy.model import Policy
 from hybrid_rl.policy.optimizer import Optimizer
 from hybrid_rl.policy.sharding import local
 from hybrid_rl.processes.ranks import Ranks
-from hybrid_rl.run_folder.files import json_text, write_json, write_text
+from hybrid_rl.run_folder.files import Unreadable, json_text, read_json, remove, write_json, write_text
 
 MARKER = "COMPLETE"
 FORMAT = 1  # of the files and of state.json's keys; a checkpoint of another one is refused
+NAME = re.compile(r"(sft|rl|weights)_\d{6,18}")
+AGAIN = "delete %s to resume from the one before"
 T = TypeVar("T")
 Shards = dict[str, tuple[str, Tensor]]  # by tensor: [first row, whole shape] as JSON, and the rows
 
@@ -69,28 +72,46 @@ class Checkpoint:
         Raises CheckpointError where the run that was saved had none.
         """
         if _moments(name) not in self.state:
-            raise CheckpointError(f"{self.folder} holds no {name}: the run that wrote it trained none; resume=never for a new run")
+            raise CheckpointError(
+                f"{self.folder} holds no {name}: the run that wrote it trained none; resume=never for a new run"
+            )
         _together(self.ranks, f"{self.folder} could not be read", lambda: self._fill(name, model.trainable))
         self._restore_moments(_moments(name), optimizer)
 
+    def restore(self, part: str, into: Callable[[Any], object]) -> None:
+        """Give a part of the run what `state` holds of it. Raises CheckpointError when that does not fit."""
+        try:
+            into(self.state[part])
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+            reason = (
+                "it is missing"
+                if isinstance(error, KeyError) and error.args == (part,)
+                else f"{type(error).__name__}: {error}"
+            )
+            raise CheckpointError(
+                f"{self.folder / 'state.json'} holds no {part} for this run ({reason}); {AGAIN % self.folder}"
+            ) from error
+
     def _restore_moments(self, part: str, optimizer: Optimizer) -> None:
         tensors = optimizer.blank()
-        found = _together(self.ranks, f"{self.folder} could not be read", lambda: self._fill(part, tensors, some=True))[self.ranks.rank]
-        optimizer.restore({name: tensors[name] for name in found}, self.state[part])
+        found = _together(self.ranks, f"{self.folder} could not be read", lambda: self._fill(part, tensors, some=True))[
+            self.ranks.rank
+        ]
+        self.restore(part, lambda state: optimizer.restore({name: tensors[name] for name in found}, state))
 
     def _check_files(self) -> None:
         """Each rank checks its share of the files."""
-        listed = _read_json(self.folder / MARKER)
+        listed = _marker(self.folder)
         for name in sorted(listed)[self.ranks.rank :: self.ranks.world]:
             file = self.folder / name
             if not file.is_file() or _facts(file) != listed[name]:
-                raise CheckpointError(f"{file} is missing or damaged; delete {self.folder} to resume from the one before")
+                raise CheckpointError(f"{file} is missing or damaged; {AGAIN % self.folder}")
         if extra := sorted(file.name for file in self.folder.glob("*.safetensors") if file.name not in listed):
             raise CheckpointError(f"{self.folder / extra[0]} is not of this checkpoint; delete it")
 
     def _fill(self, part: str, tensors: Mapping[str, Tensor], some: bool = False) -> list[str]:
         """Copy this rank's rows into its tensors, in place; returns the names found. All must be there, or `some`: moments before a first step."""
-        files = [self.folder / name for name in sorted(_read_json(self.folder / MARKER)) if name.startswith(f"{part}.")]
+        files = [self.folder / name for name in sorted(_marker(self.folder)) if name.startswith(f"{part}.")]
         held: dict[str, dict[Path, range]] = {}
         shapes: dict[str, list[int]] = {}
         for file in files:
@@ -100,7 +121,9 @@ class Checkpoint:
                     held.setdefault(name, {})[file] = range(first, first + shards.get_slice(name).get_shape()[0])
         if shapes != {name: list(tensor.shape) for name, tensor in tensors.items() if not some or name in shapes}:
             raise CheckpointError(f"{self.folder} holds another model's weights")
-        if torn := sorted(name for name, pieces in held.items() if not tiles(pieces.values(), shapes[name][0] if shapes[name] else 1)):
+        if torn := sorted(
+            name for name, pieces in held.items() if not tiles(pieces.values(), shapes[name][0] if shapes[name] else 1)
+        ):
             raise CheckpointError(f"{self.folder / part}.*.safetensors do not hold every row of {torn[0]} once")
         for file in files:
             with safe_open(file, "pt") as shards, torch.no_grad():
@@ -134,7 +157,9 @@ class Saving:
             try:
                 return self.written.result(timeout)
             except TimeoutError as error:
-                raise CheckpointError(f"{_broken(self.final)}: it took more than checkpoint.timeout={timeout:g} s") from error
+                raise CheckpointError(
+                    f"{_broken(self.final)}: it took more than checkpoint.timeout={timeout:g} s"
+                ) from error
 
         def publish() -> None:
             write_json(temporary / MARKER, {name: facts for files in written for name, facts in files.items()})
@@ -151,7 +176,9 @@ class Saving:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
         _together(
-            ranks, f"a checkpoint before {self.final} could not be removed", lambda: prune(self.root, keep, best) if ranks.main else None
+            ranks,
+            f"a checkpoint before {self.final} could not be removed",
+            lambda: prune(self.root, keep, best) if ranks.main else None,
         )
 
 
@@ -177,7 +204,7 @@ def begin(
 
     def prepare() -> bool:
         if ranks.main:
-            shutil.rmtree(_temporary(final), ignore_errors=True)
+            remove(_temporary(final))
             _temporary(final).mkdir(parents=True)
         copies.update({part: _copies(tensors, ranks) for part, tensors in parts.items()})
         if torch.cuda.is_initialized():
@@ -207,24 +234,43 @@ def save(
 
 
 def complete(root: Path) -> list[Path]:
-    """The complete checkpoints under `root`, oldest first."""
-    found = [marker.parent for marker in root.glob(f"[!.]*/{MARKER}")] if root.is_dir() else []
-    return sorted(found, key=lambda folder: (folder.name.startswith("rl_"), folder.name))
+    """The complete checkpoints under `root`, oldest first. A folder with another name, a copy say, is none."""
+    return [folder for folder in _checkpoints(root) if (folder / MARKER).exists()]
+
+
+def incomplete(root: Path) -> list[Path]:
+    """What looks like a checkpoint under `root` and has no marker, oldest first."""
+    return [folder for folder in _checkpoints(root) if not (folder / MARKER).exists()]
+
+
+def _checkpoints(root: Path) -> list[Path]:
+    found = [folder for folder in root.glob("*") if NAME.fullmatch(folder.name)] if root.is_dir() else []
+    return sorted(found, key=age)
+
+
+def age(folder: Path) -> tuple[bool, int]:
+    """What orders checkpoints by age: those of RL come after those of SFT, each by its step."""
+    stage, _, step = folder.name.partition("_")
+    return stage == "rl", int(step)
 
 
 def latest(root: Path) -> Checkpoint | None:
-    """The newest complete checkpoint, or None where there is none."""
+    """The newest complete checkpoint, or None when there is none. Raises CheckpointError for a state.json that is damaged or of another version."""
     folders = complete(root)
     if not folders:
         return None
-    state = _read_json(folders[-1] / "state.json")
-    if not isinstance(state, dict) or not state.keys() >= {"stage", "step"}:
-        raise CheckpointError(f"{folders[-1] / 'state.json'} is missing or damaged; delete {folders[-1]} to resume from the one before")
+    folder, file = folders[-1], folders[-1] / "state.json"
+    listed = _marker(folder)  # it says what the file must be, before anything of it is read
+    if not file.is_file() or listed.get(file.name) != _facts(file):
+        raise CheckpointError(f"{file} is missing or damaged; {AGAIN % folder}")
+    state = _read(file)
     if state.get("format") != FORMAT:
         raise CheckpointError(
-            f"{folders[-1]} has format {state.get('format', 0)}, this version of hybrid_rl reads {FORMAT} only; resume=never for a new run"
+            f"{folder} has format {state.get('format', 0)}, this version of hybrid_rl reads {FORMAT} only; resume=never for a new run"
         )
-    return Checkpoint(folders[-1], state)
+    if f"{state.get('stage')}_{state.get('step'):06d}" != folder.name if isinstance(state.get("step"), int) else True:
+        raise CheckpointError(f"{file} is not of this checkpoint; {AGAIN % folder}")
+    return Checkpoint(folder, state)
 
 
 def chunk(rows: int, parts: int, index: int) -> range:
@@ -265,7 +311,10 @@ def _writes(tensor: Tensor, ranks: Ranks) -> bool:
     """Whether this rank writes its part of the tensor: of replicas the first one does."""
     if not isinstance(tensor, DTensor):
         return ranks.main
-    return all(placement.is_shard() or tensor.device_mesh.get_local_rank(axis) == 0 for axis, placement in enumerate(tensor.placements))
+    return all(
+        placement.is_shard() or tensor.device_mesh.get_local_rank(axis) == 0
+        for axis, placement in enumerate(tensor.placements)
+    )
 
 
 def _temporary(final: Path) -> Path:
@@ -293,7 +342,11 @@ def _write(folder: Path, number: str, parts: dict[str, Shards], state: str | Non
     for part, shards in parts.items():
         if shards:
             file = folder / f"{part}.{number}.safetensors"
-            save_file({name: rows for name, (_, rows) in shards.items()}, file, {name: text for name, (text, _) in shards.items()})
+            save_file(
+                {name: rows for name, (_, rows) in shards.items()},
+                file,
+                {name: text for name, (text, _) in shards.items()},
+            )
             _sync(file)
             written[file.name] = _facts(file)
             shards.clear()  # its memory
@@ -327,18 +380,26 @@ def prune(root: Path, keep: int, best: str | None = None) -> None:
 
 def _discard(folder: Path) -> None:
     """Out of sight at once, so that no half-deleted checkpoint is ever seen; what a kill leaves goes with the next start."""
-    if folder.exists():
+    if os.path.lexists(folder):
         hidden = folder.with_name(f".{folder.name}.old.tmp")
-        shutil.rmtree(hidden, ignore_errors=True)
+        remove(hidden)
         os.replace(folder, hidden)
-        shutil.rmtree(hidden)
+        remove(hidden)
 
 
-def _read_json(path: Path) -> Any:
+def _marker(folder: Path) -> dict[str, list[int]]:
+    """What COMPLETE says of each file."""
+    listed = _read(folder / MARKER)
+    if not all(isinstance(facts, list) for facts in listed.values()):
+        raise CheckpointError(f"{folder / MARKER} is missing or damaged; {AGAIN % folder}")
+    return listed
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is missing or damaged; delete {path.parent} to resume from the one before") from error
+        return read_json(path)
+    except Unreadable as error:
+        raise CheckpointError(f"{error}; {AGAIN % path.parent}") from error
 
 
 def _facts(path: Path) -> list[int]:

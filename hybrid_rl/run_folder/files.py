@@ -1,13 +1,14 @@
-"""Files that are whole or not there: written beside their place, on the disk, then renamed into it."""
+"""Files that are whole or not there: written beside their place, on the disk, then renamed into it; and read without trust."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -35,11 +36,19 @@ def check_writable(folder: Path) -> None:
     (folder / ".writable").unlink(missing_ok=True)  # another rank or run may have been here too
 
 
+def remove(path: Path) -> None:
+    """Remove a file or a folder. Of a link only the link goes: what it leads to may lie on another disk, and is not the run's to delete."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def remove_unfinished(run: Path) -> None:
-    """Remove what processes that were killed left under a run's folder: their names begin with a dot and end with .tmp."""
+    """Remove what killed processes left under a run's folder: names that begin with a dot and end with .tmp."""
     for folder in (run, run / "rollouts", run / "checkpoints", run / "checkpoints" / "reference"):
         for left in folder.glob(".*.tmp"):
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
+            remove(left)
 
 
 def sync_tree(folder: Path) -> None:
@@ -58,18 +67,120 @@ class FolderInUse(RuntimeError):
 def alone_in(folder: Path) -> Iterator[None]:
     """Hold the folder for this process: two runs in one would destroy each other's files. A killed process lets go by itself.
 
-    Raises FolderInUse where another process holds it.
+    Raises FolderInUse when another process holds it, and OSError when the folder cannot be made or written to.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as lock:
+    path = folder / ".lock"
+    descriptor = _locked(path)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)  # while the lock is held: whoever opened this file finds out in _locked
+        os.close(descriptor)
+
+
+def _locked(path: Path) -> int:
+    """Return the descriptor of the lock file at `path`, locked. A file that its last holder has removed by now locks nothing: try again."""
+    while True:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            reason = "it is a link; remove it" if error.errno == errno.ELOOP else error.strerror
+            raise FolderInUse(f"{path} cannot be locked: {reason}") from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(descriptor), os.lstat(path)):
+                return descriptor
+        except FileNotFoundError:
+            pass
         except BlockingIOError as error:
-            raise FolderInUse(f"another process is writing to {folder}; wait for it, end it, or choose another folder") from error
-        try:
-            yield
-        finally:
-            (folder / ".lock").unlink(missing_ok=True)
+            os.close(descriptor)
+            raise FolderInUse(
+                f"another process is writing to {path.parent}; wait for it, end it, or choose another folder"
+            ) from error
+        except OSError as error:
+            os.close(descriptor)
+            raise FolderInUse(f"{path} cannot be locked: {error.strerror}") from error
+        os.close(descriptor)
+
+
+class Unreadable(ValueError):
+    """A file that holds something else than was written to it."""
+
+
+LARGEST = 2**26  # bytes of a JSON or YAML file: they hold settings and counters
+DEEPEST = 100  # lists and mappings within each other
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text. Raises ValueError for whatever `json_text` does not write: NaN, integers beyond 64 bits, deep nesting."""
+    try:
+        return _shallow(json.loads(text, parse_int=_integer, parse_float=_finite, parse_constant=_finite))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the mapping in a JSON file. Raises Unreadable, also when there is no such file."""
+    return _read_mapping(path, parse_json)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Return the mapping in a YAML file of plain values. Raises Unreadable, also when there is no such file."""
+    return _read_mapping(path, parse_yaml)
+
+
+def parse_yaml(text: str | bytes) -> Any:
+    """Return the value of a YAML text. Raises ValueError for one that is damaged, nested too deeply, or uses anchors, which multiply."""
+    import yaml
+
+    class Plain(yaml.SafeLoader):
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                raise yaml.YAMLError("it uses an anchor")
+            return super().compose_node(parent, index)
+
+    try:
+        return _shallow(yaml.load(text, Plain))
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _read_mapping(path: Path, parse: Callable[[bytes], Any]) -> dict[str, Any]:
+    try:
+        if not path.is_file():
+            raise ValueError("there is no such file")
+        if path.stat().st_size > LARGEST:
+            raise ValueError(f"it is larger than {LARGEST} bytes")
+        value = parse(path.read_bytes())
+        if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+            raise ValueError("it holds no mapping of names")
+        return value
+    except (OSError, ValueError) as error:
+        raise Unreadable(f"{path} is missing or damaged") from error
+
+
+def _integer(text: str) -> int:
+    if len(text) > 20 or not -(2**63) <= (value := int(text)) < 2**63:
+        raise ValueError("it holds an integer beyond 64 bits")
+    return value
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text[:20]} is no finite number")
+    return value
+
+
+def _shallow(value: Any, left: int = DEEPEST) -> Any:
+    children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if children and not left:
+        raise ValueError("it is nested too deeply")
+    for child in children:
+        _shallow(child, left - 1)
+    return value
 
 
 def write_text(path: Path, text: str) -> None:

@@ -23,10 +23,14 @@ class Metrics:
             return
         kept = path.read_bytes().splitlines(keepends=True)[:keep_lines] if keep_lines else []
         if len(kept) < keep_lines:
-            raise ValueError(f"{path} has {len(kept)} lines, its checkpoint was written after {keep_lines}; the file was changed")
+            raise ValueError(
+                f"{path} has {len(kept)} lines, its checkpoint was written after {keep_lines}; the file was changed"
+            )
         with atomic_file(path) as file:
             file.write(b"".join(kept))
-        self._file = path.open("a", encoding="utf-8", errors="backslashreplace")  # JSON reads half a surrogate pair as it was
+        self._file = path.open(
+            "a", encoding="utf-8", errors="backslashreplace"
+        )  # JSON reads half a surrogate pair as it was
 
     def write(self, stage: str, **values: Any) -> None:
         self.lines += 1

@@ -29,7 +29,9 @@ SCHEMA = pa.schema(
         pa.field("versions", pa.list_(pa.struct([("version", pa.int64()), ("count", pa.int64())])), nullable=False),
         pa.field("finish_reason", pa.string()),
         pa.field("outcome", pa.float64()),  # what the reward function gave
-        pa.field("reward", pa.float64()),  # the outcome and what the run added to it; null: it could not be had, see error
+        pa.field(
+            "reward", pa.float64()
+        ),  # the outcome and what the run added to it; null: it could not be had, see error
         pa.field("reward_parts", pa.map_(pa.string(), pa.float64()), nullable=False),
         pa.field("advantage", pa.float64()),  # null: none was computed
         pa.field("trained", pa.bool_(), nullable=False),  # an update used at least one of its tokens
@@ -53,7 +55,9 @@ def write_rollouts(
     """
     if len(prompts) != len(groups):
         raise ValueError(f"{len(prompts)} prompts for {len(groups)} groups")
-    rows = [(group, prompt, rollout) for group, prompt in zip(groups, prompts, strict=True) for rollout in group.rollouts]
+    rows = [
+        (group, prompt, rollout) for group, prompt in zip(groups, prompts, strict=True) for rollout in group.rollouts
+    ]
     trained = frozenset(trained)
     unknown = (advantages.keys() | trained) - {(g.id, r.index) for g, _, r in rows}
     if unknown:
@@ -112,9 +116,15 @@ def read_rollouts(path: Path, columns: Sequence[str] | None = None) -> list[dict
 
 def as_rollout(row: dict[str, Any]) -> Rollout:
     """The rollout that a whole row, as read_rollouts gives it, was written from; log-probabilities have float32's digits."""
-    rollout = Rollout(row["task_id"], row["group_id"], row["index"], row["seed"], list(row["token_ids"][: row["prompt_length"]]))
+    rollout = Rollout(
+        row["task_id"], row["group_id"], row["index"], row["seed"], list(row["token_ids"][: row["prompt_length"]])
+    )
     rollout.token_ids, rollout.loss_mask, rollout.logprobs = row["token_ids"], row["loss_mask"], row["logprobs"]
-    rollout.versions, rollout.finish_reason, rollout.completion = row["versions"], row["finish_reason"], row["completion"]
+    rollout.versions, rollout.finish_reason, rollout.completion = (
+        row["versions"],
+        row["finish_reason"],
+        row["completion"],
+    )
     rollout.outcome, rollout.reward, rollout.reward_parts = row["outcome"], row["reward"], row["reward_parts"]
     rollout.error, rollout.fault = row["error"], row["fault"]
     return rollout

@@ -44,9 +44,14 @@ def passes_tests(
     code = extract_code(completion)
     if code is None:
         return {"format": 0.0, "tests": 0.0}
-    limits = sandbox.Limits(cpu_seconds=time_limit, wall_seconds=2 * time_limit, total_seconds=total_seconds, memory_mib=memory_mib)
+    limits = sandbox.Limits(
+        cpu_seconds=time_limit, wall_seconds=2 * time_limit, total_seconds=total_seconds, memory_mib=memory_mib
+    )
     outcomes = sandbox.run(code, [given for given, _ in tests], limits, function)
-    right = [o.ok and (o.returned and same(o.result, e) if function else same_text(o.stdout, e)) for o, (_, e) in zip(outcomes, tests)]  # noqa: B905
+    right = [
+        o.ok and (o.returned and same(o.result, e) if function else same_text(o.stdout, e))
+        for o, (_, e) in zip(outcomes, tests, strict=False)
+    ]
     share = sum(right) / len(right)
     return {"format": format_weight, "tests": (1 - format_weight) * (share if partial else float(share == 1))}
 
@@ -72,14 +77,22 @@ def read_tests(task: Task) -> tuple[str | None, list[tuple[Any, Any]]]:
     except ValueError as error:
         raise ValueError(f"task {task.id}: its answer is not JSON: {error}") from error
     function = answer.get("function") if isinstance(answer, dict) else None
-    if not isinstance(answer, dict) or set(answer) - {"function", "tests"} or not (function is None or isinstance(function, str)):
+    if (
+        not isinstance(answer, dict)
+        or set(answer) - {"function", "tests"}
+        or not (function is None or isinstance(function, str))
+    ):
         raise ValueError(f"task {task.id}: its answer must be {{tests: […]}} or {{function: name, tests: […]}}")
     tests = answer.get("tests")
     given, expected, kinds = ("args", "result", (list, object)) if function else ("stdin", "stdout", (str, str))
     if not isinstance(tests, list) or not tests:
         raise ValueError(f"task {task.id}: its answer has no tests")
     for test in tests:
-        if not isinstance(test, dict) or set(test) != {given, expected} or not all(map(isinstance, (test[given], test[expected]), kinds)):
+        if (
+            not isinstance(test, dict)
+            or set(test) != {given, expected}
+            or not all(map(isinstance, (test[given], test[expected]), kinds))
+        ):
             raise ValueError(f"task {task.id}: a test must be {{{given}, {expected}}}, not {str(test)[:200]}")
     if all(test[expected] is None or (not function and not test[expected].strip()) for test in tests):
         raise ValueError(f"task {task.id}: a program that does nothing passes all of its tests")
@@ -101,7 +114,11 @@ def same(got: Any, expected: Any) -> bool:
     Only an expected float is compared otherwise: with any int or float that is within 1e-6 of it, relatively, or 1e-9.
     """
     if isinstance(expected, float):
-        return type(got) in (int, float) and abs(got) < 1e308 and math.isclose(got, expected, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
+        return (
+            type(got) in (int, float)
+            and abs(got) < 1e308
+            and math.isclose(got, expected, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
+        )
     if type(got) is not type(expected):
         return False
     if isinstance(expected, list):

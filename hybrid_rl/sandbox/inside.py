@@ -43,7 +43,15 @@ OUTER_PROC = "/proc-outside"  # until init has mounted its own: the kernel lets 
 
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 8, 1 << 12, 1 << 14, 1 << 18
 MNT_DETACH, AT_FDCWD, AT_RECURSIVE, SYS_MOUNT_SETATTR = 2, -100, 0x8000, 442
-NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 1 << 17, 1 << 25, 1 << 26, 1 << 27, 1 << 28, 1 << 29, 1 << 30
+NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (
+    1 << 17,
+    1 << 25,
+    1 << 26,
+    1 << 27,
+    1 << 28,
+    1 << 29,
+    1 << 30,
+)
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 24, 38
 SIGINT, SIGKILL, SIGCHLD, AF_UNIX = 2, 9, 17, 1
 
@@ -129,7 +137,9 @@ def _fork(function: Callable[..., None], *arguments: Any) -> int:
 
 
 def _send(end: str, code: int = 0, stdout: bytes = b"", stderr: bytes = b"", result: bytes = b"") -> None:
-    frame = memoryview(FRAME.pack(ENDS.index(end), code, len(stdout), len(stderr), len(result)) + stdout + stderr + result)
+    frame = memoryview(
+        FRAME.pack(ENDS.index(end), code, len(stdout), len(stderr), len(result)) + stdout + stderr + result
+    )
     while frame:
         frame = frame[os.write(1, frame) :]
 
@@ -201,7 +211,9 @@ def _build_root() -> None:
     _call("umount2", b"/old", MNT_DETACH, about="the old root")
     os.rmdir("/old")
     attributes = struct.pack("<4Q", MS_RDONLY | MS_NOSUID, 0, 0, 0)
-    _call("syscall", SYS_MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE, attributes, len(attributes), about="mount_setattr")
+    _call(
+        "syscall", SYS_MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE, attributes, len(attributes), about="mount_setattr"
+    )
 
 
 def _bind(source: str, target: str) -> None:
@@ -228,7 +240,9 @@ def _keep(request: dict[str, Any], place: tuple[int, int], wall: float) -> None:
     status = 0
     if init:
         os.kill(init, SIGKILL)  # nothing happens if it has ended by itself
-        status = os.waitpid(init, 0)[1]  # the kernel has killed and reaped everything in the namespace before this returns
+        status = os.waitpid(init, 0)[
+            1
+        ]  # the kernel has killed and reaped everything in the namespace before this returns
     if status or problem:
         os.ftruncate(1, start)
         os.lseek(1, start, os.SEEK_SET)
@@ -248,11 +262,17 @@ def _init(request: dict[str, Any], place: tuple[int, int], wall: float) -> None:
         with open("/proc/self/statm") as file:
             request["mapped"] = int(file.read().split()[0]) * resource.getpagesize()
         proc = os.open("/proc", os.O_DIRECTORY)
-        for path in ("/proc", OUTER_PROC):  # /proc/self/exe, above all, leads to the interpreter in the old root, which is not read-only
+        for path in (
+            "/proc",
+            OUTER_PROC,
+        ):  # /proc/self/exe, above all, leads to the interpreter in the old root, which is not read-only
             _call("umount2", path.encode(), MNT_DETACH, about=path)
         os.chdir("/tmp")
         if not os.path.exists(os.__file__):
-            raise OSError(errno.EACCES, f"the Python installation {sys.base_prefix} lies under /tmp, or user {os.getuid()} may not read it")
+            raise OSError(
+                errno.EACCES,
+                f"the Python installation {sys.base_prefix} lies under /tmp, or user {os.getuid()} may not read it",
+            )
         data = os.pread(0, place[1], place[0])
         stdin = os.memfd_create("stdin")
         with open(stdin, "wb", closefd=False) as file:
@@ -281,7 +301,9 @@ def _init(request: dict[str, Any], place: tuple[int, int], wall: float) -> None:
 def _give_up_rights(uid: int | None) -> None:
     """No capability now or by any later exec, no system call of DENIED, no look into this process for the others."""
     for capability in range(64):
-        _libc.prctl(PR_CAPBSET_DROP, ctypes.c_long(capability), 0, 0, 0)  # fails for those that this kernel does not have
+        _libc.prctl(
+            PR_CAPBSET_DROP, ctypes.c_long(capability), 0, 0, 0
+        )  # fails for those that this kernel does not have
     if uid is not None:
         _become(uid)
     _call("capset", struct.pack("<II", 0x20080522, 0), bytes(24))
@@ -309,7 +331,10 @@ def _filter(column: int, audit: int) -> bytes:
     locks = [row for command in SET_LOCK for row in ((equal, 0, 1, command), idle)]
     for number, tests in (
         (CLONE, [first, (any_bit, 0, 1, namespaces), refuse]),
-        (SIGACTION, [first, (equal, 0, 1, SIGCHLD), refuse]),  # if it is ignored, the kernel forgets what a child has used
+        (
+            SIGACTION,
+            [first, (equal, 0, 1, SIGCHLD), refuse],
+        ),  # if it is ignored, the kernel forgets what a child has used
         (SOCKETPAIR, [first, (equal, 1, 0, AF_UNIX), refuse]),
         (FCNTL, [second, *locks]),
     ):
@@ -442,7 +467,9 @@ def _program(request: dict[str, Any], data: Any, stdin: int, outputs: list[int])
 def _limit(request: dict[str, Any]) -> None:
     seconds = int(request["cpu"]) + 2
     for limit, value in {
-        resource.RLIMIT_AS: request["mapped"] + request["memory"] + request["processes"] * STACK,  # beyond the interpreter's own
+        resource.RLIMIT_AS: request["mapped"]
+        + request["memory"]
+        + request["processes"] * STACK,  # beyond the interpreter's own
         resource.RLIMIT_CPU: seconds,
         resource.RLIMIT_FSIZE: request["disk"],
         resource.RLIMIT_NPROC: request["processes"] + 4,  # the four that are ours may count too

@@ -32,7 +32,14 @@ GRACE = 10.0  # seconds beyond the time for all inputs: starting Python, on a bu
 
 # -s -P and this environment are python -I, except that the order of a set of strings is the same every time.
 FLAGS = ("-s", "-P", "-S", "-B", "-X", "utf8")
-ENVIRONMENT = {"PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "TZ": "UTC", "HOME": "/tmp", "TMPDIR": "/tmp", "PATH": "/nonexistent"}
+ENVIRONMENT = {
+    "PYTHONHASHSEED": "0",
+    "LANG": "C.UTF-8",
+    "TZ": "UTC",
+    "HOME": "/tmp",
+    "TMPDIR": "/tmp",
+    "PATH": "/nonexistent",
+}
 ENVIRONMENT["MALLOC_ARENA_MAX"] = "1"  # glibc reserves 64 MiB of address space for each thread's own
 BOOT = "import marshal, os; exec(marshal.loads(os.read(0, {}))); launch(marshal.loads(os.read(0, {})))"  # and no byte of an input
 INSIDE = marshal.dumps(inside.__loader__.get_code(inside.__name__))  # type: ignore[union-attr]  # compiled once
@@ -80,15 +87,21 @@ class Outcome:
         return self.end == "exit" and self.code == 0
 
 
-def run(code: str, inputs: Sequence[str] | Sequence[Sequence[Any]], limits: Limits, function: str | None = None) -> list[Outcome]:
+def run(
+    code: str, inputs: Sequence[str] | Sequence[Sequence[Any]], limits: Limits, function: str | None = None
+) -> list[Outcome]:
     """One outcome for each input, in order: `code` as a program with the input as standard input, or its `function` called with *input.
 
     Inputs of a function, and what it returns, are JSON values (a tuple comes back as a list, NaN does not come back).
     Raises SandboxError where this machine has no sandbox, ValueError or TypeError for a function's input that is no JSON value.
     """
     if sys.platform != "linux" or os.uname().machine not in MACHINES:
-        raise SandboxError(f"the sandbox needs Linux on {' or '.join(MACHINES)}, not {sys.platform} on {os.uname().machine}")
-    data = [marshal.dumps(json.loads(json.dumps(list(i), allow_nan=False))) if function else str(i).encode() for i in inputs]
+        raise SandboxError(
+            f"the sandbox needs Linux on {' or '.join(MACHINES)}, not {sys.platform} on {os.uname().machine}"
+        )
+    data = [
+        marshal.dumps(json.loads(json.dumps(list(i), allow_nan=False))) if function else str(i).encode() for i in inputs
+    ]
     request = {
         "code": code, "function": function, "sizes": [len(d) for d in data], "parent": os.getpid(),
         "cpu": limits.cpu_seconds, "wall": limits.wall_seconds, "total": limits.total_seconds,
@@ -134,7 +147,13 @@ def _launch(request: bytes, data: list[bytes], timeout: float) -> bytes:
         asked.writelines((INSIDE, request, *data))
         asked.seek(0)
         process = subprocess.Popen(
-            command, stdin=asked, stdout=answer, stderr=subprocess.DEVNULL, env=ENVIRONMENT, cwd="/", start_new_session=True
+            command,
+            stdin=asked,
+            stdout=answer,
+            stderr=subprocess.DEVNULL,
+            env=ENVIRONMENT,
+            cwd="/",
+            start_new_session=True,
         )
         try:
             with open(os.pidfd_open(process.pid)) as ended:
@@ -164,11 +183,19 @@ def _refusal(message: str) -> str:
 
 def _remedy(message: str) -> str:
     """What to change so that the step that failed succeeds."""
-    if "Resource temporarily unavailable" in message or "Cannot allocate memory" in message or "Too many open files" in message:
+    if (
+        "Resource temporarily unavailable" in message
+        or "Cannot allocate memory" in message
+        or "Too many open files" in message
+    ):
         return "This machine, or this user's share of it, is out of memory, processes or files."
     if "Python installation" in message:
         return "Install it elsewhere, or start as its owner."
-    if "Operation not permitted" not in message and "Permission denied" not in message and "No space left" not in message:
+    if (
+        "Operation not permitted" not in message
+        and "Permission denied" not in message
+        and "No space left" not in message
+    ):
         return "It needs Linux 5.14 or newer."
     for name, wrong, right in (
         ("kernel/apparmor_restrict_unprivileged_userns", "1", "0"),

@@ -35,7 +35,9 @@ def load_tasks(system_prompt: str, min_length: int, max_length: int, eval_tasks:
             sets["eval" if place < EVAL_BELOW else "rl" if place < RL_BELOW else "sft"].append(
                 _task(line, digest.hex()[:12], system_prompt)
             )
-    ordered = {name: sorted(tasks, key=lambda task: task.id) for name, tasks in sets.items()}  # by hash: in no order of meaning
+    ordered = {
+        name: sorted(tasks, key=lambda task: task.id) for name, tasks in sets.items()
+    }  # by hash: in no order of meaning
     return TaskSets(sft=ordered["sft"], rl=ordered["rl"], eval=ordered["eval"][:eval_tasks])
 
 

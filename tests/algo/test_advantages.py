@@ -1,4 +1,5 @@
-"""Advantages: the values that their docstrings promise, plain-Python float64 loops as the other opinion, and what must hold for any rewards."""
+"""Advantages: the values that their docstrings promise, plain-Python float64 loops as the other opinion, and what must
+hold for any rewards."""
 
 import inspect
 import math
@@ -43,7 +44,10 @@ each_relative = pytest.mark.parametrize("estimator", RELATIVE.values(), ids=RELA
         (partial(pass_at_k.advantages, k=2), [1, 0, 0, 0]),
         (pass_at_k.advantages, [1, 0, 0, 0]),
         (reinforce_pp.advantages, [1.5 / math.sqrt(1 + 4e-8)] + [-0.5 / math.sqrt(1 + 4e-8)] * 3),  # var = 0.25
-        (partial(reinforce_pp.advantages, baseline=False), [1.5 / math.sqrt(1 + 4e-8)] + [-0.5 / math.sqrt(1 + 4e-8)] * 3),
+        (
+            partial(reinforce_pp.advantages, baseline=False),
+            [1.5 / math.sqrt(1 + 4e-8)] + [-0.5 / math.sqrt(1 + 4e-8)] * 3,
+        ),
     ],
 )
 def test_one_success_in_four(estimator, expected: list[float]) -> None:
@@ -52,7 +56,9 @@ def test_one_success_in_four(estimator, expected: list[float]) -> None:
 
 def test_float32_values_of_the_design_table() -> None:
     one = scored([[1, 0, 0, 0]], dtype=torch.float32)
-    torch.testing.assert_close(grpo.advantages(one), torch.tensor([1.5, -0.5, -0.5, -0.5]), rtol=0, atol=4e-6)  # eps / σ = 2e-6
+    torch.testing.assert_close(
+        grpo.advantages(one), torch.tensor([1.5, -0.5, -0.5, -0.5]), rtol=0, atol=4e-6
+    )  # eps / σ = 2e-6
     assert mean_only.advantages(one).tolist() == [0.75, -0.25, -0.25, -0.25]
     assert max_rl.advantages(one).tolist() == [3, -1, -1, -1]
 
@@ -195,7 +201,11 @@ def test_advantages_of_a_group_sum_to_zero(estimator, values: list[float]) -> No
     a = estimator(scored([values]))
     assert abs(a.sum().item()) < 1e-9 * max(1.0, a.abs().max().item())
     mean = fmean(values)
-    assert all(math.copysign(1, x) == math.copysign(1, v - mean) for x, v in zip(a.tolist(), values, strict=True) if abs(x) > 1e-9)
+    assert all(
+        math.copysign(1, x) == math.copysign(1, v - mean)
+        for x, v in zip(a.tolist(), values, strict=True)
+        if abs(x) > 1e-9
+    )
 
 
 @given(values=group, lengths=st.lists(st.integers(1, 9), min_size=7, max_size=7))
@@ -225,7 +235,9 @@ def test_max_rl_needs_a_positive_mean(values: list[float]) -> None:
 
 @given(batch=batches())
 def test_penalties_are_part_of_the_reward(batch: Scored) -> None:
-    own = [outcome + sum(p) for outcome, (p,) in zip(batch.outcomes.tolist(), rollouts(batch, "penalties"), strict=True)]
+    own = [
+        outcome + sum(p) for outcome, (p,) in zip(batch.outcomes.tolist(), rollouts(batch, "penalties"), strict=True)
+    ]
     groups = [part.tolist() for part in torch.tensor(own, dtype=torch.float64).split(list(batch.group_sizes))]
     close(mean_only.advantages(batch), [a for g in groups for a in by_hand("mean_only", g, [])])
 
@@ -233,7 +245,9 @@ def test_penalties_are_part_of_the_reward(batch: Scored) -> None:
 # ---- GDPO: parts of the reward ----------------------------------------------------------------------------------------------
 
 
-def gdpo_by_hand(groups: list[list[tuple[float, float]]], weights: tuple[float, float], kept: list[bool]) -> list[float]:
+def gdpo_by_hand(
+    groups: list[list[tuple[float, float]]], weights: tuple[float, float], kept: list[bool]
+) -> list[float]:
     """arXiv 2601.05242: each part normalised in its group, the weighted sum normalised over the batch."""
 
     def normed(values: list[float]) -> list[float]:
@@ -260,7 +274,10 @@ def test_gdpo_by_hand(groups: list[list[tuple[float, float]]], weights: tuple[fl
     count = sum(map(len, groups))
     kept = data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
     batch = scored([[a + b for a, b in g] for g in groups], kept=kept)
-    batch.parts = {name: torch.tensor([r[k] for g in groups for r in g], dtype=torch.float64) for k, name in enumerate(("right", "form"))}
+    batch.parts = {
+        name: torch.tensor([r[k] for g in groups for r in g], dtype=torch.float64)
+        for k, name in enumerate(("right", "form"))
+    }
     expected = gdpo_by_hand(groups, weights, kept)
     close(gdpo.advantages(batch, {"right": weights[0], "form": weights[1]}), expected, rel=1e-7, abs=1e-7)
     if weights == (1.0, 1.0):
@@ -269,10 +286,15 @@ def test_gdpo_by_hand(groups: list[list[tuple[float, float]]], weights: tuple[fl
 
 def test_gdpo_tells_apart_what_one_sum_hides_and_names_a_part_that_is_not_there() -> None:
     batch = scored([[1.0, 1.0, 1.0]])
-    batch.parts = {"right": torch.tensor([1.0, 1, 0], dtype=torch.float64), "form": torch.tensor([0.0, 0, 1], dtype=torch.float64)}
+    batch.parts = {
+        "right": torch.tensor([1.0, 1, 0], dtype=torch.float64),
+        "form": torch.tensor([0.0, 0, 1], dtype=torch.float64),
+    }
     assert grpo.advantages(batch).tolist() == [0] * 3
     assert gdpo.advantages(batch, {"right": 2.0, "form": 1.0})[0] > 0.5
-    with pytest.raises(ValueError, match=r"algo\.advantage\.weights names 'rigth', and the parts of the reward are form, right"):
+    with pytest.raises(
+        ValueError, match=r"algo\.advantage\.weights names 'rigth', and the parts of the reward are form, right"
+    ):
         gdpo.advantages(batch, {"rigth": 1.0})
 
 

@@ -52,7 +52,13 @@ def own(monkeypatch, folder: Path, kind: str, source: str) -> Config:
     monkeypatch.syspath_prepend(folder)
     monkeypatch.delitem(sys.modules, "own_part", raising=False)
     (folder / "own_part.py").write_text(HEAD + source)
-    name = {"advantage": "advantages", "loss": "loss", "aggregation": "aggregate", "correction": "correct", "selection": "select"}[kind]
+    name = {
+        "advantage": "advantages",
+        "loss": "loss",
+        "aggregation": "aggregate",
+        "correction": "correct",
+        "selection": "select",
+    }[kind]
     part = {"_target_": f"own_part.{name}"}
     return Config(algo=AlgoConfig(**{kind: {"own": part} if kind in ("correction", "selection") else part}))
 
@@ -119,7 +125,9 @@ def test_every_algorithm_that_comes_along_keeps_its_contract(name: str) -> None:
 KINDS = ("advantage", "loss", "aggregation", "correction", "selection")
 
 
-@pytest.mark.parametrize(("kind", "name"), [(kind, path.stem) for kind in KINDS for path in sorted((CONF / "algo" / kind).glob("*.yaml"))])
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, path.stem) for kind in KINDS for path in sorted((CONF / "algo" / kind).glob("*.yaml"))]
+)
 def test_every_part_that_comes_along_keeps_its_contract(kind: str, name: str) -> None:
     check_parts(chosen("grpo", **{kind: option(kind, name)}))
 
@@ -129,6 +137,15 @@ def test_a_group_may_be_one_rollout(name: str) -> None:
     config = chosen(name)
     config.rollout.group_size = 1
     check_parts(config)
+
+
+def test_an_advantage_that_compares_nothing_is_told(tmp_path, monkeypatch) -> None:
+    config = own(monkeypatch, tmp_path, "advantage", PLACE)
+    config.rollout.group_size = 1
+    with pytest.raises(
+        PartError, match=r"is 0 for rollouts of unlike rewards, so that nothing would be trained: rollout\.group_size=1"
+    ):
+        check_parts(config)
 
 
 IN_REWARD = KlConfig(coef=0.1, place=KlPlace.reward)
@@ -146,7 +163,8 @@ IN_REWARD = KlConfig(coef=0.1, place=KlPlace.reward)
 )  # fmt: skip
 def test_one_ratio_a_rollout_needs_one_advantage_a_rollout(config: Config, without: Config | None) -> None:
     with pytest.raises(
-        PartError, match=r"algo\.loss \(.*\) has one ratio a rollout and would average the tokens' own advantages of algo\.advantage"
+        PartError,
+        match=r"algo\.loss \(.*\) has one ratio a rollout and would average the tokens' own advantages of algo\.advantage",
     ):
         check_parts(config)
     if without:  # without penalties the tokens of a rollout are alike

@@ -1,4 +1,5 @@
-"""What weighs a token besides its loss: aggregation, corrections of trainer and engine's mismatch, the overlong penalty."""
+"""What weighs a token besides its loss: aggregation, corrections of trainer and engine's mismatch, the overlong
+penalty."""
 
 import inspect
 import math
@@ -43,14 +44,18 @@ def aggregated_by_hand(name: str, kept: list[bool], rollout: list[int], losses: 
     names=st.permutations([0, 3, 17, 40, 999]),
     max_tokens=st.integers(1, 64),
 )
-def test_aggregation_is_the_definition(aggregate, tokens: list[tuple[bool, int, float]], names: list[int], max_tokens: int) -> None:
+def test_aggregation_is_the_definition(
+    aggregate, tokens: list[tuple[bool, int, float]], names: list[int], max_tokens: int
+) -> None:
     kept, rollout, losses = ([t[0] for t in tokens], [names[t[1]] for t in tokens], [t[2] for t in tokens])
     weights, divisor = aggregate(torch.tensor(kept), torch.tensor(rollout), max_tokens)
     assert (weights.dtype, weights.shape, type(divisor)) == (torch.float32, (len(tokens),), float)
     assert divisor >= 1
     assert [w > 0 for w in weights.tolist()] == kept
     value = (weights.double() * torch.tensor(losses, dtype=torch.float64)).sum().item() / divisor
-    assert value == pytest.approx(aggregated_by_hand(aggregate.__name__, kept, rollout, losses, max_tokens), rel=1e-6, abs=1e-6)
+    assert value == pytest.approx(
+        aggregated_by_hand(aggregate.__name__, kept, rollout, losses, max_tokens), rel=1e-6, abs=1e-6
+    )
 
 
 def test_aggregations_of_a_long_and_a_short_rollout() -> None:
@@ -82,7 +87,9 @@ def test_masks_change_the_divisor_of_the_token_mean_alone(aggregate, tokens: lis
 
 # ---- corrections ----------------------------------------------------------------------------------------------------
 
-mismatches = st.lists(st.lists(st.floats(-0.03, 0.03) | st.floats(-4, 4), min_size=1, max_size=6), min_size=1, max_size=5)
+mismatches = st.lists(
+    st.lists(st.floats(-0.03, 0.03) | st.floats(-4, 4), min_size=1, max_size=6), min_size=1, max_size=5
+)
 
 
 def scored(rollouts: list[list[float]], dtype: torch.dtype = torch.float64) -> Scored:
@@ -91,7 +98,9 @@ def scored(rollouts: list[list[float]], dtype: torch.dtype = torch.float64) -> S
     difference = torch.tensor([d for r in rollouts for d in r], dtype=dtype)
     behaviour = -torch.arange(1, len(difference) + 1, dtype=dtype).sqrt()
     outcomes, kept = torch.zeros(len(rollouts), dtype=dtype), torch.ones(len(rollouts), dtype=torch.bool)
-    return Scored(outcomes, [len(rollouts)], torch.tensor(lengths, dtype=torch.int64), kept, behaviour, behaviour + difference)
+    return Scored(
+        outcomes, [len(rollouts)], torch.tensor(lengths, dtype=torch.int64), kept, behaviour, behaviour + difference
+    )
 
 
 @given(rollouts=mismatches, cap=st.sampled_from([1.0, 2.0, 3.0]))
@@ -105,7 +114,9 @@ def test_tis_truncates_every_weight(rollouts: list[list[float]], cap: float) -> 
 
 
 @given(rollouts=mismatches, band=st.sampled_from([(0.5, 5.0), (0.9, 1.1)]))
-def test_icepop_gives_no_weight_outside_the_band_and_drops_nothing(rollouts: list[list[float]], band: tuple[float, float]) -> None:
+def test_icepop_gives_no_weight_outside_the_band_and_drops_nothing(
+    rollouts: list[list[float]], band: tuple[float, float]
+) -> None:
     ratios = [math.exp(d) for r in rollouts for d in r]
     assume(min(abs(w - edge) for w in ratios for edge in band) > 1e-9)
     weights, kept = icepop.correct(scored(rollouts), *band)
@@ -133,12 +144,21 @@ def test_k3_mask_drops_whole_rollouts(rollouts: list[list[float]], limit: float)
 
 def test_corrections_at_their_bounds() -> None:
     halves, five = math.log(0.5), math.log(5.0)
-    assert icepop.correct(scored([[halves + 1e-12, halves - 1e-9, five - 1e-12, five + 1e-9]]))[0].tolist() == pytest.approx([0.5, 0, 5, 0])
+    assert icepop.correct(scored([[halves + 1e-12, halves - 1e-9, five - 1e-12, five + 1e-9]]))[
+        0
+    ].tolist() == pytest.approx([0.5, 0, 5, 0])
     assert seq_mask.correct(scored([[0.009, 0.009], [0.011, 0.011], [-0.01], [-0.011], [0.3, -0.3]]))[1].tolist() == [
         True, True, False, False, True, False, True, True,
     ]  # fmt: skip
     d = 0.141  # k3 = 0.01042; of −0.141: 0.00949
-    assert k3_mask.correct(scored([[d], [-d], [d, -d], [0.3, -0.3]]))[1].tolist() == [False, True, True, True, False, False]
+    assert k3_mask.correct(scored([[d], [-d], [d, -d], [0.3, -0.3]]))[1].tolist() == [
+        False,
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_a_product_of_ratios_is_a_trap_for_long_rollouts() -> None:
@@ -147,7 +167,9 @@ def test_a_product_of_ratios_is_a_trap_for_long_rollouts() -> None:
         assert seq_mask.correct(batch)[1].all()  # the geometric mean is e^0.0095 at any length
         assert seq_mask.correct(batch, 0.5, 2.0, level="product")[1].all() == product_kept
     hundred = scored([[0.012] * 100])
-    assert tis.correct(hundred, cap=1e9, level="sequence")[0][0].item() == pytest.approx(math.exp(1.2), rel=1e-9)  # 3.32, over a cap of 3
+    assert tis.correct(hundred, cap=1e9, level="sequence")[0][0].item() == pytest.approx(
+        math.exp(1.2), rel=1e-9
+    )  # 3.32, over a cap of 3
 
 
 @every_correction
@@ -187,7 +209,9 @@ def test_weights_stay_finite_whatever_happened(correct, old: float, behaviour: f
         assert kept[:2].tolist() == [not apart] * 2
     if apart and correct is tis.correct:
         assert weights[1].item() == pytest.approx(math.exp(-20) if old else 2.0)
-        assert tis.correct(batch, level="sequence")[0][:2].tolist() == pytest.approx([math.exp(-20) if old else 2.0] * 2)
+        assert tis.correct(batch, level="sequence")[0][:2].tolist() == pytest.approx(
+            [math.exp(-20) if old else 2.0] * 2
+        )
 
 
 def test_a_rollout_with_a_nan_is_dropped_or_shows_it() -> None:
@@ -239,7 +263,10 @@ def test_quantiles_are_of_the_tokens_themselves(values: list[float]) -> None:
     found = ratio.quantiles(torch.tensor(values))
     ratios = sorted(map(math.exp, values))
     for name, share in (("p01", 0.01), ("p50", 0.5), ("p99", 0.99), ("max", 1.0)):
-        below, above = sum(r < found[name] * (1 - 1e-9) for r in ratios), sum(r > found[name] * (1 + 1e-9) for r in ratios)
+        below, above = (
+            sum(r < found[name] * (1 - 1e-9) for r in ratios),
+            sum(r > found[name] * (1 + 1e-9) for r in ratios),
+        )
         assert any(found[name] == pytest.approx(r, rel=1e-12) for r in ratios)
         assert below <= share * (len(ratios) - 1) + 0.5
         assert above <= (1 - share) * (len(ratios) - 1) + 0.5

@@ -12,7 +12,9 @@ from hybrid_rl.algo import kl, mismatch
 
 ESTIMATORS = [kl.k1, kl.k2, kl.k3]
 every_estimator = pytest.mark.parametrize("estimator", ESTIMATORS)
-pairs_of_logprobs = st.lists(st.tuples(st.floats(-10, 0, width=32), st.floats(-1, 1, width=32)), min_size=1, max_size=20)
+pairs_of_logprobs = st.lists(
+    st.tuples(st.floats(-10, 0, width=32), st.floats(-1, 1, width=32)), min_size=1, max_size=20
+)
 
 # ---- k1, k2, k3 -----------------------------------------------------------------------------------------------------
 
@@ -75,13 +77,19 @@ def test_what_gradient_each_estimator_has_as_a_loss(policies: tuple[Tensor, Tens
 
 @every_estimator
 @pytest.mark.parametrize("moved", [0.0, 0.3, 1.5])
-def test_the_unbiased_form_keeps_the_gradient_of_the_reverse_kl_once_the_policy_has_moved(estimator, moved: float, policies) -> None:
+def test_the_unbiased_form_keeps_the_gradient_of_the_reverse_kl_once_the_policy_has_moved(
+    estimator, moved: float, policies
+) -> None:
     """Tokens sampled from an older policy, exactly: the mean over all of them, weighted by its probabilities."""
     logits, reference = policies
-    old = (logits.detach() + moved * torch.randn(12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))).log_softmax(-1)
+    old = (
+        logits.detach() + moved * torch.randn(12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    ).log_softmax(-1)
     logprobs = logits.log_softmax(-1)
     (exact,) = torch.autograd.grad(divergence(logprobs, reference), logits, retain_graph=True)
-    (found,) = torch.autograd.grad((old.exp() * kl.unbiased(estimator, logprobs, reference, old)).sum(), logits, retain_graph=True)
+    (found,) = torch.autograd.grad(
+        (old.exp() * kl.unbiased(estimator, logprobs, reference, old)).sum(), logits, retain_graph=True
+    )
     torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-12)
     (plain,) = torch.autograd.grad((old.exp() * estimator(logprobs, reference)).sum(), logits)
     bias = float((plain - exact).norm() / exact.norm())
@@ -100,7 +108,9 @@ def test_the_unbiased_form_by_hand(columns: list[tuple[float, float, float]]) ->
         (slope,) = torch.autograd.grad(found.sum(), new)
         for (n, r, o), value, s in zip(columns, found.tolist(), slope.tolist(), strict=True):
             ratio, d = math.exp(n - o), r - n
-            assert value == pytest.approx(ratio * {kl.k1: -d, kl.k2: d * d / 2, kl.k3: math.expm1(d) - d}[estimator], rel=1e-11, abs=1e-11)
+            assert value == pytest.approx(
+                ratio * {kl.k1: -d, kl.k2: d * d / 2, kl.k3: math.expm1(d) - d}[estimator], rel=1e-11, abs=1e-11
+            )
             assert s == pytest.approx(ratio * (1 - d if estimator is kl.k1 else -d), rel=1e-11, abs=1e-11)
 
 
@@ -157,7 +167,9 @@ def test_mismatch_kl_is_rho_minus_one_minus_log_rho(pairs: list[tuple[float, flo
     d = (train - behaviour).double()
     expected = d.expm1() - d
     assert (value >= 0).all()
-    torch.testing.assert_close(value.double(), expected, rtol=1e-5, atol=1.2e-7 * float(d.abs().max()))  # a rounding of d itself
+    torch.testing.assert_close(
+        value.double(), expected, rtol=1e-5, atol=1.2e-7 * float(d.abs().max())
+    )  # a rounding of d itself
 
 
 @pytest.mark.parametrize("d", [2**-10, -(2**-10), 2**-7, 0.25])
@@ -176,7 +188,9 @@ def test_mismatch_kl_of_equal_policies_is_exactly_zero() -> None:
 def test_mean_mismatch_kl_estimates_the_divergence() -> None:
     torch.manual_seed(1)
     behaviour, train = torch.randn(2, 12, dtype=torch.float64).log_softmax(-1)
-    mean = (behaviour.exp() * mismatch.mismatch_kl(train, behaviour)).sum()  # the estimator's exact expectation under behaviour
+    mean = (
+        behaviour.exp() * mismatch.mismatch_kl(train, behaviour)
+    ).sum()  # the estimator's exact expectation under behaviour
     torch.testing.assert_close(mean, divergence(behaviour, train))
 
 

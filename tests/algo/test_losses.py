@@ -1,4 +1,5 @@
-"""Every loss against plain Python float64, a derivative by hand, autograd of its formula, and what all of them promise."""
+"""Every loss against plain Python float64, a derivative by hand, autograd of its formula, and what all of them
+promise."""
 
 import inspect
 import math
@@ -38,7 +39,9 @@ Token = tuple[float, float, float, float]  # log π_θ, log π_old, log μ, A
 logprob = st.floats(-6, 0)
 advantage = st.integers(-192, 192).map(lambda n: n / 64)
 token = st.tuples(logprob, logprob, logprob, advantage)
-near = st.tuples(logprob, st.floats(-0.5, 0.5), st.floats(-0.5, 0.5), advantage).map(lambda t: (t[0], t[0] + t[1], t[0] + t[2], t[3]))
+near = st.tuples(logprob, st.floats(-0.5, 0.5), st.floats(-0.5, 0.5), advantage).map(
+    lambda t: (t[0], t[0] + t[1], t[0] + t[2], t[3])
+)
 aggregations = st.sampled_from([aggregation.token_mean, aggregation.seq_mean, aggregation.fixed])
 rollouts = st.lists(st.lists(near | token, min_size=1, max_size=5), min_size=1, max_size=6)
 
@@ -47,7 +50,9 @@ def batch(given_rollouts: list[list[Token]], dtype: torch.dtype = torch.float64)
     columns = zip(*(t for r in given_rollouts for t in r), strict=True)
     new, old, behaviour, advantages = (torch.tensor(column, dtype=dtype) for column in columns)
     rollout = torch.tensor([i for i, r in enumerate(given_rollouts) for _ in r])
-    return Tokens(new.requires_grad_(), old, behaviour, advantages, rollout, torch.ones_like(old), (old * 64).frac() < -0.5)
+    return Tokens(
+        new.requires_grad_(), old, behaviour, advantages, rollout, torch.ones_like(old), (old * 64).frac() < -0.5
+    )
 
 
 def at(tokens: Tokens, index: Tensor) -> Tokens:
@@ -146,9 +151,13 @@ def test_gspo_is_the_formula_by_hand(bounds: tuple[float, float], given_rollouts
         ratio = math.exp(sum(new - old for new, old, _, _ in rollout) / len(rollout))
         assume(min(abs(ratio - 1 + low), abs(ratio - 1 - high)) > 1e-9)
         silenced = [(a < 0 and ratio < 1 - low, a > 0 and ratio > 1 + high) for *_, a in rollout]
-        values += [-(1 - low if s[0] else 1 + high if s[1] else ratio) * t[3] for t, s in zip(rollout, silenced, strict=True)]
+        values += [
+            -(1 - low if s[0] else 1 + high if s[1] else ratio) * t[3] for t, s in zip(rollout, silenced, strict=True)
+        ]
         heard = sum(t[3] for t, s in zip(rollout, silenced, strict=True) if not any(s))
-        derivatives += [-ratio * heard / len(rollout)] * len(rollout)  # each token moves the mean, and so every loss of its rollout
+        derivatives += [-ratio * heard / len(rollout)] * len(
+            rollout
+        )  # each token moves the mean, and so every loss of its rollout
         lows += [s[0] for s in silenced]
         highs += [s[1] for s in silenced]
     tokens = batch(given_rollouts)
@@ -172,7 +181,9 @@ def test_gmpo_is_the_formula_by_hand(bounds: tuple[float, float], given_rollouts
         mean = math.prod(clipped) ** (1 / len(rollout))
         silenced = [(a < 0 and r < math.exp(-low), a > 0 and r > math.exp(high)) for r in ratios]
         values += [-a * mean] * len(rollout)
-        derivatives += [0.0 if any(s) else -a * mean for s in silenced]  # of the rollout's tokens together: n equal losses, each 1/n of it
+        derivatives += [
+            0.0 if any(s) else -a * mean for s in silenced
+        ]  # of the rollout's tokens together: n equal losses, each 1/n of it
         lows += [s[0] for s in silenced]
         highs += [s[1] for s in silenced]
     tokens = batch(given_rollouts)
@@ -189,9 +200,13 @@ def test_kl_cov_prices_the_move_of_the_tokens_that_its_look_named(given_rollouts
     tokens = batch(given_rollouts)
     losses, statistics = kl_cov.loss(tokens, coef=0.5)
     looked = tokens.look.tolist()
-    values = [-math.exp(new - old) * a + 0.5 * seen * abs(new - old) for (new, old, _, a), seen in zip(facts, looked, strict=True)]
+    values = [
+        -math.exp(new - old) * a + 0.5 * seen * abs(new - old)
+        for (new, old, _, a), seen in zip(facts, looked, strict=True)
+    ]
     slopes = [
-        -math.exp(new - old) * a + 0.5 * seen * math.copysign(1, new - old) for (new, old, _, a), seen in zip(facts, looked, strict=True)
+        -math.exp(new - old) * a + 0.5 * seen * math.copysign(1, new - old)
+        for (new, old, _, a), seen in zip(facts, looked, strict=True)
     ]
     assert losses.tolist() == pytest.approx(values, rel=1e-11, abs=1e-12)
     assert gradient(losses, tokens).tolist() == pytest.approx(slopes, rel=1e-11, abs=1e-12)
@@ -309,7 +324,11 @@ def test_ppo_clip_keeps_its_arithmetic_to_the_bit() -> None:
 def test_gspo_has_one_ratio_a_rollout() -> None:
     # mean log ρ: 0.0003 within the band, 0.0005 above it, −0.0005 below it
     tokens = batch(
-        [[(-1.0, -1.2, 0, 1.0), (-1.0, -0.8006, 0, 1.0)], [(-1.0, -1.001, 0, 1.0), (-2.0, -2.0, 0, 1.0)], [(-1.0, -0.9995, 0, -1.0)]]
+        [
+            [(-1.0, -1.2, 0, 1.0), (-1.0, -0.8006, 0, 1.0)],
+            [(-1.0, -1.001, 0, 1.0), (-2.0, -2.0, 0, 1.0)],
+            [(-1.0, -0.9995, 0, -1.0)],
+        ]
     )
     losses, statistics = gspo.loss(tokens)
     assert losses.tolist() == pytest.approx([-math.exp(3e-4)] * 2 + [-1.0004] * 2 + [0.9997], rel=1e-12)
@@ -319,7 +338,9 @@ def test_gspo_has_one_ratio_a_rollout() -> None:
 
 
 def test_cispo_cuts_the_weight_and_keeps_the_gradient() -> None:
-    tokens = batch([[(-1.0, -1 - math.log(r), 0.0, a) for r, a in [(9.0, 2.0), (9.0, -2.0), (4.9, 1.0), (1e-4, 1.0), (0.5, -1.0)]]])
+    tokens = batch(
+        [[(-1.0, -1 - math.log(r), 0.0, a) for r, a in [(9.0, 2.0), (9.0, -2.0), (4.9, 1.0), (1e-4, 1.0), (0.5, -1.0)]]]
+    )
     losses, statistics = cispo.loss(tokens)
     assert gradient(losses, tokens).tolist() == pytest.approx([-10.0, 10.0, -4.9, -1e-4, 0.5], rel=1e-12)
     assert losses.tolist() == pytest.approx([10.0, -10.0, 4.9, 1e-4, -0.5], rel=1e-12)
@@ -347,9 +368,17 @@ def test_dppo_masks_by_probability_and_not_by_ratio(p, behaviour, advantage, cut
 
 
 def test_dppo_takes_its_two_bounds_apart() -> None:
-    tokens = batch([[(math.log(0.65), math.log(0.5), math.log(0.5), 1.0), (math.log(0.35), math.log(0.5), math.log(0.5), -1.0)]])
-    assert [c.tolist() for c in dppo_tv.loss(tokens, delta_low=0.1, delta_high=0.2)[1].values()] == [[False, True], [False, False]]
-    assert [c.tolist() for c in dppo_tv.loss(tokens, delta_low=0.2, delta_high=0.1)[1].values()] == [[False, False], [True, False]]
+    tokens = batch(
+        [[(math.log(0.65), math.log(0.5), math.log(0.5), 1.0), (math.log(0.35), math.log(0.5), math.log(0.5), -1.0)]]
+    )
+    assert [c.tolist() for c in dppo_tv.loss(tokens, delta_low=0.1, delta_high=0.2)[1].values()] == [
+        [False, True],
+        [False, False],
+    ]
+    assert [c.tolist() for c in dppo_tv.loss(tokens, delta_low=0.2, delta_high=0.1)[1].values()] == [
+        [False, False],
+        [True, False],
+    ]
 
 
 def test_sapo_fades_with_distance_and_faster_for_a_negative_advantage() -> None:
@@ -358,7 +387,9 @@ def test_sapo_fades_with_distance_and_faster_for_a_negative_advantage() -> None:
         tokens = batch([[(math.log(r), 0.0, 0.0, sign) for r in ratios]])
         weights = (-sign * gradient(sapo.loss(tokens)[0], tokens)).tolist()
         assert weights == pytest.approx([r / math.cosh(tau * (r - 1) / 2) ** 2 for r in ratios], rel=1e-12)
-    assert sapo.loss(batch([[(-1.0, -1.0, 0.0, 1.0), (-1.0, -1.0, 0.0, -1.0)]]))[0].tolist() == pytest.approx([-2.0, 2 / 1.05], rel=1e-12)
+    assert sapo.loss(batch([[(-1.0, -1.0, 0.0, 1.0), (-1.0, -1.0, 0.0, -1.0)]]))[0].tolist() == pytest.approx(
+        [-2.0, 2 / 1.05], rel=1e-12
+    )
 
 
 # ---- what every loss promises -------------------------------------------------------------------------------------------
@@ -406,7 +437,10 @@ def test_a_masked_rollout_leaves_no_trace(loss, aggregate, given_rollouts: list[
     keep = data.draw(st.lists(st.booleans(), min_size=count, max_size=count).filter(any))
     broken = [r if k else [(-math.inf, -1.0, -math.inf, 1e6), *r] for r, k in zip(given_rollouts, keep, strict=True)]
     results = []
-    for members, mask in ((broken, keep), ([r for r, k in zip(given_rollouts, keep, strict=True) if k], [True] * sum(keep))):
+    for members, mask in (
+        (broken, keep),
+        ([r for r, k in zip(given_rollouts, keep, strict=True) if k], [True] * sum(keep)),
+    ):
         tokens = batch(members)
         kept = torch.tensor(mask)[tokens.rollout]
         weights, divisor = aggregate(kept, tokens.rollout, 64)
@@ -475,7 +509,10 @@ def test_loss_and_gradient_stay_finite_whatever_happened(loss) -> None:
 @every_loss
 def test_a_nan_is_not_hidden(loss) -> None:
     tokens = batch([[(math.nan, -1.0, -1.0, 1.0)], [(-1.0, -1.0, -1.0, 1.0)]], torch.float32)
-    assert loss(tokens)[0].isnan().tolist() == [True, False]  # a broken forward must reach the gradient's norm, where a step is refused
+    assert loss(tokens)[0].isnan().tolist() == [
+        True,
+        False,
+    ]  # a broken forward must reach the gradient's norm, where a step is refused
 
 
 @every_loss
@@ -483,7 +520,11 @@ def test_gradient_flows_through_the_new_logprobs_alone(loss) -> None:
     torch.manual_seed(1)
     columns = [(-3 * torch.rand(6)).requires_grad_() for _ in range(4)]
     tokens = Tokens(
-        columns[0], *(c.detach() for c in columns[1:]), torch.tensor([0, 0, 1, 1, 1, 2]), torch.ones(6), torch.zeros(6, dtype=torch.bool)
+        columns[0],
+        *(c.detach() for c in columns[1:]),
+        torch.tensor([0, 0, 1, 1, 1, 2]),
+        torch.ones(6),
+        torch.zeros(6, dtype=torch.bool),
     )
     before = [c.detach().clone() for c in columns]
     losses, statistics = loss(tokens)
@@ -512,13 +553,32 @@ def test_no_tokens_is_no_error(loss) -> None:
 
 def test_every_option_file_is_a_loss_with_its_defaults() -> None:
     names = {path.stem for path in CONF.glob("*.yaml")}
-    assert names == {"ppo_clip", "clip_higher", "gspo", "cispo", "dppo_tv", "sapo", "reinforce", "gmpo", "kl_cov", "clip_cov"}
+    assert names == {
+        "ppo_clip",
+        "clip_higher",
+        "gspo",
+        "cispo",
+        "dppo_tv",
+        "sapo",
+        "reinforce",
+        "gmpo",
+        "kl_cov",
+        "clip_cov",
+    }
     for name in names:
         text = (CONF / f"{name}.yaml").read_text()
         assert text.startswith("# ")
         option = OmegaConf.to_container(OmegaConf.create(text))
-        defaults = {k: p.default for k, p in inspect.signature(get_method(option["_target_"])).parameters.items() if k != "tokens"}
-        assert option == {"_target_": option["_target_"], **defaults, **({"clip_high": 0.28} if name == "clip_higher" else {})}
+        defaults = {
+            k: p.default
+            for k, p in inspect.signature(get_method(option["_target_"])).parameters.items()
+            if k != "tokens"
+        }
+        assert option == {
+            "_target_": option["_target_"],
+            **defaults,
+            **({"clip_high": 0.28} if name == "clip_higher" else {}),
+        }
         tokens = batch([[(-1.0, -1.25, -1.5, 1.0), (-1.0, -0.5, -1.5, -1.0)]])
         expected = LOSSES.get(name, kl_cov.loss)
         assert torch.equal(instantiate(option, _partial_=True)(tokens)[0], expected(tokens)[0])

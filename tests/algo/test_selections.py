@@ -19,12 +19,19 @@ from hybrid_rl.algo.batch import Tokens
 
 CONF = Path(__file__).parents[2] / "conf/algo/selection"
 Token = tuple[float, float, float, float]  # log π_θ, log π_old, A, entropy
-token = st.tuples(st.floats(-6, 0), st.floats(-6, 0), st.integers(-4, 4).map(lambda n: n / 2), st.integers(0, 40).map(lambda n: n / 16))
+token = st.tuples(
+    st.floats(-6, 0),
+    st.floats(-6, 0),
+    st.integers(-4, 4).map(lambda n: n / 2),
+    st.integers(0, 40).map(lambda n: n / 16),
+)
 rollouts = st.lists(st.lists(token, min_size=1, max_size=6), min_size=1, max_size=6)
 
 
 def minibatch(facts: list[list[Token]], dtype: torch.dtype = torch.float64) -> Tokens:
-    new, old, advantages, entropy = (torch.tensor(c, dtype=dtype) for c in zip(*(t for r in facts for t in r), strict=True))
+    new, old, advantages, entropy = (
+        torch.tensor(c, dtype=dtype) for c in zip(*(t for r in facts for t in r), strict=True)
+    )
     return Tokens(new, old, old - 9, advantages, torch.tensor([i for i, r in enumerate(facts) for _ in r]), entropy)
 
 
@@ -63,7 +70,9 @@ def test_kl_cov_looks_at_the_highest_covariances(facts: list[list[Token]], share
     for seen, value in zip(found, by_hand, strict=True):
         if abs(value - bound) > 1e-9 and abs(value) > 1e-9:
             assert seen == (value > bound and value > 0)
-    torch.testing.assert_close(kl_cov.covariances(minibatch(facts)), torch.tensor(by_hand, dtype=torch.float64), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        kl_cov.covariances(minibatch(facts)), torch.tensor(by_hand, dtype=torch.float64), rtol=1e-9, atol=1e-9
+    )
 
 
 def test_kl_cov_looks_at_none_where_nothing_covaries() -> None:
@@ -81,7 +90,9 @@ def test_clip_cov_draws_from_the_band_what_ppo_does_not_clip(facts: list[list[To
     wanted = min(max(1, int(share * len(tokens))), sum(allowed))
     assert sum(found) in range(wanted, wanted + 2)  # one more where rounding decides
     assert all(
-        ok or abs(c - 0.2) < 1e-6 or abs(c - 5) < 1e-6 for ok, seen, c in zip(allowed, found, covariances(facts), strict=True) if seen
+        ok or abs(c - 0.2) < 1e-6 or abs(c - 5) < 1e-6
+        for ok, seen, c in zip(allowed, found, covariances(facts), strict=True)
+        if seen
     )
 
 

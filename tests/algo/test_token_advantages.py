@@ -1,4 +1,5 @@
-"""Advantages of tokens: whitened, with a critic, from a greedy completion or a teacher; float64 loops as the other opinion."""
+"""Advantages of tokens: whitened, with a critic, from a greedy completion or a teacher; float64 loops as the other
+opinion."""
 
 import math
 from statistics import fmean
@@ -79,7 +80,11 @@ def test_gae_by_recursion(batch: Scored, gamma: float, lam: float) -> None:
     for r, (v,) in zip(rewards_of(batch), rollouts(batch, "values"), strict=True):
 
         def at(t: int, r: list[float] = r, v: list[float] = v) -> float:
-            return 0.0 if t == len(r) else r[t] + gamma * (v[t + 1] if t + 1 < len(r) else 0.0) - v[t] + gamma * lam * at(t + 1)
+            return (
+                0.0
+                if t == len(r)
+                else r[t] + gamma * (v[t + 1] if t + 1 < len(r) else 0.0) - v[t] + gamma * lam * at(t + 1)
+            )
 
         expected += [at(t) for t in range(len(r))]
         targets += [at(t) + v[t] for t in range(len(r))]
@@ -107,7 +112,9 @@ def test_gae_telescopes(batch: Scored) -> None:
 
 def test_gae_defaults() -> None:
     batch = scored([[1, 0]], [2, 1], values=[0.25, 0.5, 0.0])
-    assert all(torch.equal(a, b) for a, b in zip(gae.advantages(batch), gae.advantages(batch, 1.0, 0.95, True), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(gae.advantages(batch), gae.advantages(batch, 1.0, 0.95, True), strict=True)
+    )
 
 
 @given(batch=batches(values=number), lam=st.sampled_from([0.0, 0.5, 0.95]), own=st.sampled_from([0.0, 0.5, 1.0]))
@@ -121,7 +128,9 @@ def test_gae_with_a_lambda_of_its_own_for_the_critic(batch: Scored, lam: float, 
 @pytest.mark.parametrize("lengths", [[1], [1, 1, 1], [1000, 1, 64, 65, 63, 2]])
 def test_long_rollouts_and_short_ones_in_one_scan(lengths: list[int]) -> None:
     generator = torch.Generator().manual_seed(0)
-    tokens = {n: torch.randn(sum(lengths), generator=generator, dtype=torch.float64).tolist() for n in ("values", "penalties")}
+    tokens = {
+        n: torch.randn(sum(lengths), generator=generator, dtype=torch.float64).tolist() for n in ("values", "penalties")
+    }
     batch = scored([[1.0] * len(lengths)], lengths, **tokens)
     expected: list[float] = []
     for r, (v,) in zip(rewards_of(batch), rollouts(batch, "values"), strict=True):
@@ -140,7 +149,9 @@ def test_long_rollouts_and_short_ones_in_one_scan(lengths: list[int]) -> None:
     lam=st.sampled_from([1.0, 0.7, 0.0]),
     bars=st.sampled_from([(1.0, 1.0), (2.0, 0.5), (1e9, 1e9)]),
 )
-def test_vtrace_is_the_sum_of_products_of_the_paper(batch: Scored, gamma: float, lam: float, bars: tuple[float, float]) -> None:
+def test_vtrace_is_the_sum_of_products_of_the_paper(
+    batch: Scored, gamma: float, lam: float, bars: tuple[float, float]
+) -> None:
     expected, advantages = [], []
     columns = rollouts(batch, "values", "old_logprobs", "behaviour_logprobs")
     for r, (v, old, behaviour) in zip(rewards_of(batch), columns, strict=True):
@@ -149,7 +160,9 @@ def test_vtrace_is_the_sum_of_products_of_the_paper(batch: Scored, gamma: float,
         rho, c = [min(bars[0], x) for x in w], [lam * min(bars[1], x) for x in w]
         value = [*v, 0.0]
         delta = [rho[t] * (r[t] + gamma * value[t + 1] - v[t]) for t in range(end)]
-        target = [v[s] + sum(gamma ** (t - s) * math.prod(c[s:t]) * delta[t] for t in range(s, end)) for s in range(end)] + [0.0]
+        target = [
+            v[s] + sum(gamma ** (t - s) * math.prod(c[s:t]) * delta[t] for t in range(s, end)) for s in range(end)
+        ] + [0.0]
         expected += target[:-1]
         advantages += [rho[t] * (r[t] + gamma * target[t + 1] - v[t]) for t in range(end)]
     actual, targets = vtrace.advantages(batch, gamma, lam, *bars)
@@ -157,7 +170,11 @@ def test_vtrace_is_the_sum_of_products_of_the_paper(batch: Scored, gamma: float,
     close(actual, advantages, rel=1e-9, abs=1e-9)
 
 
-@given(batch=batches(values=number, old_logprobs=logprob), gamma=st.sampled_from([1.0, 0.9]), lam=st.sampled_from([1.0, 0.95, 0.0]))
+@given(
+    batch=batches(values=number, old_logprobs=logprob),
+    gamma=st.sampled_from([1.0, 0.9]),
+    lam=st.sampled_from([1.0, 0.95, 0.0]),
+)
 def test_vtrace_of_its_own_policy_has_the_targets_of_gae(batch: Scored, gamma: float, lam: float) -> None:
     batch.behaviour_logprobs = batch.old_logprobs.clone()
     advantages, targets = vtrace.advantages(batch, gamma, lam)
@@ -168,7 +185,9 @@ def test_vtrace_of_its_own_policy_has_the_targets_of_gae(batch: Scored, gamma: f
 
 
 def test_vtrace_cuts_the_ratio_and_then_takes_lambda() -> None:
-    batch = scored([[1]], [3], values=[0.5] * 3, old_logprobs=[math.log(2), math.log(0.5), 0], behaviour_logprobs=[0] * 3)
+    batch = scored(
+        [[1]], [3], values=[0.5] * 3, old_logprobs=[math.log(2), math.log(0.5), 0], behaviour_logprobs=[0] * 3
+    )
     advantages, targets = vtrace.advantages(batch, lam=0.5)  # c = 0.5 · [min(1, 2), 0.5]
     close(targets, [0.5 + 0.5 * 0.25 * 0.5, 0.5 + 0.25 * 0.5, 1])
     close(advantages, [0.125, 0.25, 0.5])
@@ -203,15 +222,24 @@ def test_remax_by_hand(batch: Scored, data) -> None:
     close(remax.advantages(batch), expected)
 
 
-@given(batch=batches(teacher_logprobs=logprob, behaviour_logprobs=logprob, old_logprobs=logprob), weight=st.sampled_from([1.0, 0.25]))
+@given(
+    batch=batches(teacher_logprobs=logprob, behaviour_logprobs=logprob, old_logprobs=logprob),
+    weight=st.sampled_from([1.0, 0.25]),
+)
 def test_opd_by_hand(batch: Scored, weight: float) -> None:
     columns = rollouts(batch, "teacher_logprobs", "behaviour_logprobs")
     distilled = [weight * (t - b) for teacher, behaviour in columns for t, b in zip(teacher, behaviour, strict=True)]
     close(opd.advantages(batch, weight), distilled)
     of_rollouts = spread(batch, mean_only.advantages(batch).tolist())
-    close(opd.advantages(batch, weight, mean_only.advantages), [d + a for d, a in zip(distilled, of_rollouts, strict=True)])
+    close(
+        opd.advantages(batch, weight, mean_only.advantages),
+        [d + a for d, a in zip(distilled, of_rollouts, strict=True)],
+    )
     of_tokens = reinforce_pp.advantages(batch).tolist()
-    close(opd.advantages(batch, weight, reinforce_pp.advantages), [d + a for d, a in zip(distilled, of_tokens, strict=True)])
+    close(
+        opd.advantages(batch, weight, reinforce_pp.advantages),
+        [d + a for d, a in zip(distilled, of_tokens, strict=True)],
+    )
 
 
 def test_opd_is_bounded_before_it_is_weighted() -> None:
@@ -220,7 +248,9 @@ def test_opd_is_bounded_before_it_is_weighted() -> None:
 
 
 def test_mean_opd_advantage_is_minus_the_divergence_from_the_teacher() -> None:
-    student, teacher = torch.randn(2, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+    student, teacher = torch.randn(2, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).log_softmax(
+        -1
+    )
     batch = scored([[0.0]], [12], teacher_logprobs=teacher.tolist(), behaviour_logprobs=student.tolist())
     mean = (student.exp() * opd.advantages(batch)).sum()  # the exact expectation under the student
     torch.testing.assert_close(mean, -(student.exp() * (student - teacher)).sum())

@@ -9,6 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from hybrid_rl import stages
+from hybrid_rl.config import ConfigError
 from hybrid_rl.preflight.settings import load
 
 SMALL = [
@@ -37,7 +38,10 @@ def last_line(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(stages, "Scorer", NoScorer)
 
     def last_line(*overrides: str, folder: str = "run", **sections: dict) -> str:
-        config = OmegaConf.to_object(load([*SMALL, *overrides]))
+        try:
+            config = OmegaConf.to_object(load([*SMALL, *overrides]))
+        except ConfigError as error:  # what the command says with exit code 2
+            return str(error)
         for name, section in sections.items():
             setattr(config, name, section)
         capsys.readouterr()

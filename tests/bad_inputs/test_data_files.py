@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from hybrid_rl import stages
 from hybrid_rl.config import ConfigError, TinyConfig
 from hybrid_rl.data import TaskSets, render
+from hybrid_rl.model_folder import tokenizer
 from hybrid_rl.policy import tiny
 from hybrid_rl.preflight.settings import load
 from hybrid_rl.types import Task
@@ -110,7 +111,9 @@ def test_bad_row(name, files, last_line):
     row = row if isinstance(row, bytes) else row.encode()
     (files / "train.jsonl").write_bytes(GOOD[0].encode() + b"\n" + row + b"\n" + GOOD[1].encode() + b"\n")
     line = last_line(data=section())
-    assert line == f"train.jsonl, line 2{expected}" or (isinstance(expected, Begins) and line.startswith(f"train.jsonl, line 2{expected}"))
+    assert line == f"train.jsonl, line 2{expected}" or (
+        isinstance(expected, Begins) and line.startswith(f"train.jsonl, line 2{expected}")
+    )
 
 
 TRAIN = "".join(f"{row}\n" for row in GOOD).encode()
@@ -161,7 +164,9 @@ def test_bad_file(name, files, last_line):
 
 
 TEXT, LIST = pa.array(["one", "two"]), pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
-BROKEN = pa.Array.from_buffers(pa.string(), 2, [None, pa.py_buffer(b"\0\0\0\0\3\0\0\0\4\0\0\0"), pa.py_buffer(b"one\xff")])
+BROKEN = pa.Array.from_buffers(
+    pa.string(), 2, [None, pa.py_buffer(b"\0\0\0\0\3\0\0\0\4\0\0\0"), pa.py_buffer(b"one\xff")]
+)
 
 # name: columns of train.parquet → the whole message after "train.parquet, "
 COLUMNS: dict[str, tuple[dict, str]] = {
@@ -234,7 +239,10 @@ def test_a_loader_without_its_arguments_or_with_another_result(files, last_line)
     assert said.startswith(
         "data._target_=hybrid_rl.data.files.load_tasks failed: TypeError: load_tasks() missing 1 required positional argument: 'eval'"
     )
-    assert last_line(data={"_target_": "builtins.dict", "a": 1}) == "data._target_=builtins.dict returned dict, not hybrid_rl.data.TaskSets"
+    assert (
+        last_line(data={"_target_": "builtins.dict", "a": 1})
+        == "data._target_=builtins.dict returned dict, not hybrid_rl.data.TaskSets"
+    )
 
 
 def test_a_recipe_without_python_for_its_data(tmp_path, monkeypatch, capsys):
@@ -256,9 +264,14 @@ def test_a_recipe_without_python_for_its_data(tmp_path, monkeypatch, capsys):
         "dry_run=true",
         "device=cpu",
     ]
-    with pytest.raises(ConfigError, match=r"hybrid_rl\.data\.files\.load_tasks takes no such argument; did you mean prompt\?"):
+    with pytest.raises(
+        ConfigError, match=r"hybrid_rl\.data\.files\.load_tasks takes no such argument; did you mean prompt\?"
+    ):
         load([*overrides, "+data.promt=q"], tmp_path / "conf")
-    with pytest.raises(ConfigError, match=r"data\.eval=None \(command line\): is missing, and hybrid_rl\.data\.files\.load_tasks needs it"):
+    with pytest.raises(
+        ConfigError,
+        match=r"data\.eval=None \(command line\): is missing, and hybrid_rl\.data\.files\.load_tasks needs it",
+    ):
         load([*overrides, "~data.eval"], tmp_path / "conf")
     assert stages.run(OmegaConf.to_object(load(overrides, tmp_path / "conf")), tmp_path / "run") == 0
     assert "0 SFT, 2 RL, 1 held out; prompts of " in capsys.readouterr().out
@@ -270,22 +283,37 @@ def test_arguments_of_the_chat_template(files, last_line, capsys):
     assert last_line("+data.template_arguments={enable_thinking: false}") == said
     assert last_line("+data.template_arguments.enable_thinking=false", "dry_run=true") == said
     (files / "train.jsonl").write_bytes(TRAIN)
-    assert last_line(data=section(template_arguments={"enable_thinking": False})) == said
+    assert last_line(folder="again", data=section(template_arguments={"enable_thinking": False})) == said
     with pytest.raises(ConfigError, match=r"data\.template_arguments=3 \(command line\): must be a mapping"):
         load(["+recipe=reverse", "data.template_arguments=3"])
-    for override in ("data.template_arguments={enable_thinking: false}", "data.template_arguments.enable_thinking=false"):
+    for override in (
+        "data.template_arguments={enable_thinking: false}",
+        "data.template_arguments.enable_thinking=false",
+    ):
         with pytest.raises(ConfigError) as raised:
             load(["+recipe=reverse", override])
         assert str(raised.value) == f"{override} (command line): is new here; to add it, write +{override}"
 
 
+LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+LOOPS = {
+    "always": (LOOP, "model.path=model: its chat template takes more than 1 s; mend it, or use another model"),
+    "for one prompt": (
+        "{% if messages[0].role == 'system' %}" + LOOP + "{% else %}{{ messages[0].content }}{% endif %}",
+        "task rl/x: the chat template of model takes more than 1 s; mend it in the model's folder, or use another model",
+    ),
+}
+
+
 @pytest.mark.parametrize("overrides", [[], ["dry_run=true"]])
-def test_a_template_that_loops_for_ever(files, last_line, monkeypatch, overrides):
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_template_that_loops_for_ever(files, last_line, monkeypatch, overrides, name):
     monkeypatch.setattr(render, "SECONDS", 1)
+    monkeypatch.setattr(tokenizer, "SECONDS", 1)
+    template, said = LOOPS[name]
     tiny.create(files / "model", TinyConfig(hidden_size=32, intermediate_size=64), 0)
-    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-    (files / "model" / "chat_template.jinja").write_text(f"{{% if messages %}}{loop}{{% endif %}}")
-    line = last_line("model.path=model", *overrides)
-    assert re.fullmatch(
-        r"task \S+: the chat template of model takes more than 1 s; mend it in the model's folder, or use another model", line
-    )
+    (files / "model" / "chat_template.jinja").write_text(template)
+    messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
+    rows = [{"prompt": "a", "answer": "1"}, {"prompt": messages, "answer": "1", "id": "x"}]
+    (files / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert last_line("model.path=model", *overrides, data=section()) == said

@@ -14,7 +14,14 @@ from hybrid_rl.processes.launch import environment_problem
 from tests.bad_inputs.conftest import SMALL
 
 LAUNCHER = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-TWO = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+TWO = {
+    "WORLD_SIZE": "2",
+    "RANK": "1",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
 
 VARIABLES = {
     "no world": ({"RANK": "0"}, "RANK is set and WORLD_SIZE is not: start ranks with torchrun, or unset RANK"),
@@ -56,7 +63,10 @@ def command(folder: Path, *overrides: str, **variables: str) -> tuple[int, str]:
 
 def test_a_world_without_a_port_ends_the_command(tmp_path):
     code, output = command(tmp_path, WORLD_SIZE="2", RANK="0")
-    assert (code, output) == (2, "hybrid_rl: WORLD_SIZE=2 is set and LOCAL_RANK is not: start ranks with torchrun, or unset WORLD_SIZE\n")
+    assert (code, output) == (
+        2,
+        "hybrid_rl: WORLD_SIZE=2 is set and LOCAL_RANK is not: start ranks with torchrun, or unset WORLD_SIZE\n",
+    )
 
 
 def test_a_port_that_is_taken(tmp_path):
@@ -71,7 +81,9 @@ def test_a_port_that_is_taken(tmp_path):
 
 
 def test_variables_of_other_libraries_do_no_harm(tmp_path):
-    code, output = command(tmp_path, "dry_run=true", "device=auto", OMP_NUM_THREADS="abc", CUDA_VISIBLE_DEVICES="nonsense")
+    code, output = command(
+        tmp_path, "dry_run=true", "device=auto", OMP_NUM_THREADS="abc", CUDA_VISIBLE_DEVICES="nonsense"
+    )
     assert code == 0, output
     assert "ranks      1 (cpu)" in output
 
@@ -80,7 +92,8 @@ def test_a_gpu_that_the_environment_hides(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "nonsense")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(
-        ModelError, match=r"^device=cuda, but torch sees no GPU \(CUDA_VISIBLE_DEVICES='nonsense'\); use device=cpu or device=auto$"
+        ModelError,
+        match=r"^device=cuda, but torch sees no GPU \(CUDA_VISIBLE_DEVICES='nonsense'\); use device=cpu or device=auto$",
     ):
         pick_device("cuda")
 
@@ -106,7 +119,10 @@ runpy.run_module("hybrid_rl.run", run_name="__main__", alter_sys=True)
 @pytest.mark.parametrize("size", [100, 20_000, 300_000], ids=["configuration", "base model", "checkpoint"])
 def test_a_disk_that_is_full(tmp_path, size):
     """Files that may not grow beyond a size behave as on a full disk: the write fails."""
-    program = FULL.format(size=size, arguments=[*SMALL, "rollout.max_prompt_tokens=200", "data.max_length=12", "model.tiny.hidden_size=64"])
+    program = FULL.format(
+        size=size,
+        arguments=[*SMALL, "rollout.max_prompt_tokens=200", "data.max_length=12", "model.tiny.hidden_size=64"],
+    )
     result = subprocess.run(
         [sys.executable, "-c", program],
         cwd=tmp_path,

@@ -63,7 +63,11 @@ def code(file, **auto_map):
     """A folder whose own Python code would end the test if it were run."""
 
     def change(folder):
-        rewrite(folder / file, auto_map=auto_map, **({"model_type": "own"} if file == "config.json" else {"tokenizer_class": "Own"}))
+        rewrite(
+            folder / file,
+            auto_map=auto_map,
+            **({"model_type": "own"} if file == "config.json" else {"tokenizer_class": "Own"}),
+        )
         (folder / "own.py").write_text("raise SystemExit('code of a model folder was run')")
 
     return change
@@ -75,7 +79,9 @@ def both(*changes):
 
 ROOM = ["rollout.max_prompt_tokens=200", "data.max_length=12"]  # few tasks, whose prompts fit
 NO_CODE = "cannot be loaded: it needs Python code that lies in the folder (auto_map), and none is run; use a model that transformers implements itself"
-NOT_JSON = "generation_config.json is not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"
+NOT_JSON = (
+    "generation_config.json is not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"
+)
 START = "<|im_start|>"
 NO_END = content("chat_template.jinja", b"{% for m in messages %}{{ m.content }}{% endfor %}")
 
@@ -171,7 +177,9 @@ def test_sft_needs_the_tokenizers_end_token(folder, last_line):
     tokenizer(eos_token=...)(folder)
     NO_END(folder)
     line = last_line(f"model.path={folder}", "sft.steps=1", "sft.batch_size=1", *ROOM)
-    assert line.startswith("sft.steps: neither the chat template nor the tokenizer names a token that ends a demonstration; name eos_token")
+    assert line.startswith(
+        "sft.steps: neither the chat template nor the tokenizer names a token that ends a demonstration; name eos_token"
+    )
 
 
 def test_a_tokenizer_without_a_pad_token_works(folder):
@@ -186,7 +194,9 @@ def test_one_start_token_where_template_and_tokenizer_both_bring_one(folder):
     file = folder / "tokenizer.json"
     single = [{"SpecialToken": {"id": START, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
     special = {START: {"id": START, "ids": [256], "tokens": [START]}}
-    rewrite(file, post_processor={"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": special})
+    rewrite(
+        file, post_processor={"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": special}
+    )
     (folder / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}")
     read = read_tokenizer(folder)
     assert read("ab")["input_ids"] == [256, 64, 65]
@@ -209,11 +219,24 @@ def test_a_tokenizer_with_more_base_tokens_than_the_model(folder):
 def test_a_prompt_or_demonstration_that_is_too_long_is_found_before_the_model_loads(tmp_path, last_line, monkeypatch):
     monkeypatch.setattr(stages.Policy, "load", lambda *_, **__: pytest.fail("the model was loaded first"))
     row = {"prompt": "b", "answer": "1", "demonstration": "d" * 3000, "id": 7}
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({**row, "prompt": f"{i}", "id": i}) + "\n" for i in range(1500)))
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({**row, "prompt": f"{i}", "id": i}) + "\n" for i in range(1500))
+    )
     (tmp_path / "b.jsonl").write_text(json.dumps({**row, "prompt": "x" * 1_000_000}) + "\n")
     data = {"_target_": "hybrid_rl.data.files.load_tasks", "rl": "a.jsonl", "eval": "b.jsonl"}
     line = last_line("rollout.max_prompt_tokens=100", data=data)
-    assert line == "task eval/7: its prompt has 1000005 tokens, rollout.max_prompt_tokens=100; raise it or drop the task"
+    assert (
+        line == "task eval/7: its prompt has 1000005 tokens, rollout.max_prompt_tokens=100; raise it or drop the task"
+    )
     (tmp_path / "b.jsonl").write_text(json.dumps(row) + "\n")
-    line = last_line("rollout.max_prompt_tokens=100", "sft.steps=1", "sft.batch_size=1", data={**data, "sft": "a.jsonl"}, folder="other")
-    assert line == "task sft/0: prompt and demonstration have 3007 tokens, policy.row_tokens=2048; raise it or drop the task"
+    line = last_line(
+        "rollout.max_prompt_tokens=100",
+        "sft.steps=1",
+        "sft.batch_size=1",
+        data={**data, "sft": "a.jsonl"},
+        folder="other",
+    )
+    assert (
+        line
+        == "task sft/0: prompt and demonstration have 3007 tokens, policy.row_tokens=2048; raise it or drop the task"
+    )

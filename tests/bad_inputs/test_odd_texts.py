@@ -76,7 +76,9 @@ def test_what_a_row_may_say(tmp_path, held_out):
     ]  # fmt: skip
     file.write_text("\n".join(map(json.dumps, given)))
     (tmp_path / "eval.jsonl").write_text('{"q": "held out", "a": false, "n": 12}')
-    sets = load_tasks(str(file), str(tmp_path / "eval.jsonl"), prompt="q", answer="a", id="id", system_prompt="Be short.")
+    sets = load_tasks(
+        str(file), str(tmp_path / "eval.jsonl"), prompt="q", answer="a", id="id", system_prompt="Be short."
+    )
     first, second, third = sets.rl
     assert first.messages == ({"role": "system", "content": "Be short."}, {"role": "user", "content": "a"})
     assert second.messages == ({"role": "system", "content": "Be short."}, user)
@@ -196,7 +198,9 @@ def test_marks_of_the_chat_in_a_tasks_text_are_told_of():
     forged = task("d", f"hello{end}\nthe answer is")
     assert tokenizer.eos_token_id in prompt_ids(forged, tokenizer, 1000)
     said = marks_in(TaskSets([], [*plain.rl, forged, task("e", "x", demonstration=f"y{end}")], plain.eval), tokenizer)
-    assert said.startswith(f"2 tasks hold marks of the chat in their text (first: task d, {end}); they become control tokens.")
+    assert said.startswith(
+        f"2 tasks hold marks of the chat in their text (first: task d, {end}); they become control tokens."
+    )
 
 
 def task(id, text, **more):

@@ -29,9 +29,15 @@ def test_a_resumed_run_goes_on_with_its_date(tmp_path, monkeypatch):
     folder = tmp_path / "run"
     assert stages.run(OmegaConf.to_object(load(settings)), folder) == 0
     began = f"{read_clock(folder):%Y-%m-%d %H:%M:%S}.000000"
-    assert all(began in prompt for name in ("eval_base", "eval_sft", "step_0001", "eval_rl") for prompt in prompts(folder, name))
+    assert all(
+        began in prompt
+        for name in ("eval_base", "eval_sft", "step_0001", "eval_rl")
+        for prompt in prompts(folder, name)
+    )
 
     (folder / FILE).write_text("2001-02-03T04:05:06\n")
     assert stages.run(OmegaConf.to_object(load([*settings, "rl.steps=2", "resume=run"])), folder) == 0
-    assert all("2001-02-03 04:05:06.000000" in prompt for name in ("step_0002", "eval_rl") for prompt in prompts(folder, name))
+    assert all(
+        "2001-02-03 04:05:06.000000" in prompt for name in ("step_0002", "eval_rl") for prompt in prompts(folder, name)
+    )
     assert all(began in prompt for prompt in prompts(folder, "step_0001"))

@@ -18,7 +18,11 @@ from hybrid_rl.data.files import load_tasks
 @pytest.fixture
 def held_out(tmp_path):
     file = tmp_path / "test.jsonl"
-    file.write_text(json.dumps({"prompt": "held out", "answer": "1", "reward_model": {"ground_truth": "1"}, "a.b": 1, "images": None}))
+    file.write_text(
+        json.dumps(
+            {"prompt": "held out", "answer": "1", "reward_model": {"ground_truth": "1"}, "a.b": 1, "images": None}
+        )
+    )
     return str(file)
 
 
@@ -30,7 +34,11 @@ ROWS = b'{"prompt": "a", "answer": "1"}\n\n{"prompt": "b", "answer": "2"}\n'
 
 
 @pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.gz"])
-@pytest.mark.parametrize("content", [ROWS, gzip.compress(ROWS), gzip.compress(ROWS[:31]) + gzip.compress(ROWS[31:])])
+@pytest.mark.parametrize(
+    "content",
+    [ROWS, gzip.compress(ROWS), gzip.compress(ROWS[:31]) + gzip.compress(ROWS[31:])],
+    ids=["plain", "gzip", "two members"],  # the compressed bytes hold the time
+)
 def test_gzip_is_known_by_its_first_bytes(tmp_path, held_out, name, content):
     (tmp_path / name).write_bytes(content)
     assert [task.answer for task in tasks_of(tmp_path / name, held_out)] == ["1", "2"]
@@ -58,7 +66,10 @@ def test_keys_of_a_message_that_hold_nothing(tmp_path, held_out, value):
 def test_empty_lists_of_tool_calls_in_parquet(tmp_path, held_out):
     calls = pa.list_(pa.struct([("id", pa.string())]))
     kind = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string()), ("tool_calls", calls)]))
-    messages = [[{"role": "user", "content": "hi", "tool_calls": []}], [{"role": "user", "content": "ho", "tool_calls": None}]]
+    messages = [
+        [{"role": "user", "content": "hi", "tool_calls": []}],
+        [{"role": "user", "content": "ho", "tool_calls": None}],
+    ]
     pq.write_table(pa.table({"messages": pa.array(messages, kind), "answer": ["1", "2"]}), tmp_path / "t.parquet")
     assert [task.messages[0]["content"] for task in tasks_of(tmp_path / "t.parquet", held_out)] == ["hi", "ho"]
 
@@ -148,7 +159,9 @@ def test_columns_of_bytes_are_left_out(tmp_path, held_out):
     table = pa.table({"prompt": ["a"], "answer": ["1"], "raw": [b"\xff"], "images": images, "level": [3]})
     pq.write_table(table, tmp_path / "t.parquet")
     assert tasks_of(tmp_path / "t.parquet", held_out)[0].columns == {"level": 3}
-    with pytest.raises(DataError, match=r"task 'rl/.*' of the rl set: its columns are not values that JSON can hold .*bytes"):
+    with pytest.raises(
+        DataError, match=r"task 'rl/.*' of the rl set: its columns are not values that JSON can hold .*bytes"
+    ):
         tasks_of(tmp_path / "t.parquet", held_out, columns=["images"])
 
 
@@ -173,7 +186,8 @@ def test_a_parquet_file_that_opens_to_far_more_than_its_size(tmp_path, held_out,
     before = pa.total_allocated_bytes()
     tracemalloc.start()
     with pytest.raises(
-        DataError, match=r"t\.parquet: has [\d,]+ bytes and opens to [\d,]+ MiB or more, over 200 times its size; it is not read"
+        DataError,
+        match=r"t\.parquet: has [\d,]+ bytes and opens to [\d,]+ MiB or more, over 200 times its size; it is not read",
     ):
         tasks_of(tmp_path / "t.parquet", held_out)
     assert tracemalloc.get_traced_memory()[1] < 200 * MIB

@@ -19,7 +19,11 @@ def task(id: str, demonstration: str | None = "d", text: str = "hello") -> Task:
 
 
 def three_sets(rl: int = 8, sft: int = 8, held_out: int = 2) -> TaskSets:
-    return TaskSets([task(f"s{i}") for i in range(sft)], [task(f"r{i}") for i in range(rl)], [task(f"e{i}") for i in range(held_out)])
+    return TaskSets(
+        [task(f"s{i}") for i in range(sft)],
+        [task(f"r{i}") for i in range(rl)],
+        [task(f"e{i}") for i in range(held_out)],
+    )
 
 
 @given(size=st.integers(1, 40), seed=st.integers(0, 5), counts=st.lists(st.integers(1, 30), max_size=12))
@@ -89,8 +93,14 @@ def test_columns_that_json_cannot_hold_are_refused():
     deep: list = []
     for _ in range(5000):
         deep = [deep]
-    for columns, reason in (({"x": b"a"}, "bytes is not JSON"), ({"x": {1, 2}}, "set is not JSON"), ({"x": deep}, "recursion")):
-        with pytest.raises(DataError, match=f"task 'a' of the rl set: its columns are not values that JSON can hold .*{reason}"):
+    for columns, reason in (
+        ({"x": b"a"}, "bytes is not JSON"),
+        ({"x": {1, 2}}, "set is not JSON"),
+        ({"x": deep}, "recursion"),
+    ):
+        with pytest.raises(
+            DataError, match=f"task 'a' of the rl set: its columns are not values that JSON can hold .*{reason}"
+        ):
             TaskSets([], [replace(task("a"), columns=columns)], [])
 
 

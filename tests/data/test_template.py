@@ -30,7 +30,12 @@ def tokenizer_of(template):
 
 def task(id, *contents, roles=("system", "user", "assistant", "user"), demonstration="d"):
     roles = roles[1:] if len(contents) == 1 else roles
-    return Task(id, tuple({"role": role, "content": content} for role, content in zip(roles, contents, strict=False)), "1", demonstration)
+    return Task(
+        id,
+        tuple({"role": role, "content": content} for role, content in zip(roles, contents, strict=False)),
+        "1",
+        demonstration,
+    )
 
 
 def check(tokenizer, *tasks, sft=False):
@@ -82,7 +87,9 @@ def test_arguments_reach_the_template():
     assert text_of(fixed, task("t", "hi")) == "hi<think></think>"
     assert check(fixed, task("t", "hi")).notes == []
     tools = [{"type": "function", "function": {"name": "add"}}]
-    fixed = fix_template(tokenizer_of(PLAIN + "{% for tool in tools %}{{ tool.function.name }}{% endfor %}"), {"tools": tools}, NOON)
+    fixed = fix_template(
+        tokenizer_of(PLAIN + "{% for tool in tools %}{{ tool.function.name }}{% endfor %}"), {"tools": tools}, NOON
+    )
     assert text_of(fixed, task("t", "hi")) == "hiadd"
     assert check(fixed, task("t", "hi")).notes == []
 
@@ -141,7 +148,9 @@ DROPPED = {
 def test_messages_that_the_template_leaves_out(name):
     template, contents, roles = DROPPED[name]
     notes = check(tokenizer_of(template), task("a", *contents), task("b", *contents)).notes
-    assert [note.partition(" message of ")[0] for note in notes] == [f"the chat template leaves out the {role}" for role in roles]
+    assert [note.partition(" message of ")[0] for note in notes] == [
+        f"the chat template leaves out the {role}" for role in roles
+    ]
     assert all(" message of 2 tasks (first: task a); the model never sees its text." in note for note in notes)
 
 
@@ -165,13 +174,18 @@ def test_a_template_that_does_not_end(name, monkeypatch):
     tokenizer.name_or_path = "/models/x"
     with pytest.raises(DataError) as raised:
         check(tokenizer, task("a", "hi"), task("b", "x"))
-    assert str(raised.value) == f"task {at}: the chat template of /models/x {what}; mend it in the model's folder, or use another model"
+    assert (
+        str(raised.value)
+        == f"task {at}: the chat template of /models/x {what}; mend it in the model's folder, or use another model"
+    )
 
 
 def backtracking_tokenizer():
     inner = Tokenizer.from_str(character_tokenizer([])._tokenizer.to_str())
     split = pre_tokenizers.Split(Regex(r"(x+x+)+y"), "isolated")
-    inner.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    inner.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|im_end|>", chat_template=CHAT_TEMPLATE)
 
 

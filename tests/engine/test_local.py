@@ -32,7 +32,9 @@ def test_peak_kv_bytes_are_the_arithmetic(policy: Policy) -> None:
     engine = engine_on(policy, slots=5, capacity=48)
     assert engine.stats.peak_kv_bytes == 0
     collect(engine, requests(), SAMPLING)
-    keys_and_values = 2 * 2 * 5 * 2 * 48 * 16 * 4  # two tensors · layers · slots · kv heads · capacity · head_dim · float32
+    keys_and_values = (
+        2 * 2 * 5 * 2 * 48 * 16 * 4
+    )  # two tensors · layers · slots · kv heads · capacity · head_dim · float32
     bias = 5 * 48 * 4
     assert engine.stats.peak_kv_bytes == engine.sleep() == keys_and_values + bias
     engine.wake()
@@ -45,7 +47,9 @@ def test_after_sleep_the_cache_is_gone(policy: Policy) -> None:
 
     def alive() -> int:
         gc.collect()
-        return sum(t.shape[0] == 5 and 48 in t.shape for t in gc.get_objects() if type(t) is torch.Tensor and t.dim() > 1)
+        return sum(
+            t.shape[0] == 5 and 48 in t.shape for t in gc.get_objects() if type(t) is torch.Tensor and t.dim() > 1
+        )
 
     engine = engine_on(policy, slots=5, capacity=48)
     collect(engine, requests(), SAMPLING)
@@ -103,7 +107,9 @@ def test_it_samples_from_the_policys_own_memory(policy: Policy) -> None:
 def test_a_tied_head_follows_the_embeddings(policy: Policy, folder_of) -> None:
     engine = engine_on(policy)
     new = dict(Policy.load(folder_of("qwen3", seed=1), torch.device("cpu")).model.state_dict())
-    engine.update_weights([{k: v for k, v in new.items() if k != "model.embed_tokens.weight"}], 1)  # under its other name
+    engine.update_weights(
+        [{k: v for k, v in new.items() if k != "model.embed_tokens.weight"}], 1
+    )  # under its other name
     assert torch.equal(policy.model.get_input_embeddings().weight, new["lm_head.weight"])
     assert policy.model.lm_head.weight is policy.model.model.embed_tokens.weight
 
@@ -117,7 +123,9 @@ def test_sampling_leaves_no_trace_in_the_policy(policy: Policy) -> None:
 
 
 @pytest.mark.parametrize("prefill_tokens", [1, 12, 40])
-def test_prompts_go_through_the_model_in_pieces(policy: Policy, monkeypatch: pytest.MonkeyPatch, prefill_tokens: int) -> None:
+def test_prompts_go_through_the_model_in_pieces(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch, prefill_tokens: int
+) -> None:
     expected = collect(engine_on(policy), requests(), SAMPLING)
     monkeypatch.setattr(local, "PREFILL_TOKENS", prefill_tokens)
     engine = engine_on(policy, slots=64)
@@ -145,7 +153,12 @@ def test_trainer_and_engine_agree_on_what_was_sampled(policy: Policy, temperatur
         r.add_sampled(out[request.id].token_ids, out[request.id].logprobs, out[request.id].versions)
         rollouts.append(r)
     behaviour = sampled_tokens(rollouts).behaviour_logprobs
-    ratios = torch.cat([(policy.logprobs(row, temperature)[0] - behaviour[row.token_index]).exp() for row in pack(rollouts, layout, 256)])
+    ratios = torch.cat(
+        [
+            (policy.logprobs(row, temperature)[0] - behaviour[row.token_index]).exp()
+            for row in pack(rollouts, layout, 256)
+        ]
+    )
     assert (ratios - 1).abs().max() < 2e-5
 
 

@@ -91,7 +91,9 @@ def test_filters_keep_what_brute_force_keeps(seed: int, sampling: Sampling) -> N
 
 
 @pytest.mark.parametrize("uniform", [0.0, 2.0**-30, 0.5, LARGEST_BELOW_ONE])
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.6), Sampling(top_k=3), Sampling(top_p=0.5)], ids=str)
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(temperature=0.6), Sampling(top_k=3), Sampling(top_p=0.5)], ids=str
+)
 def test_a_token_of_no_probability_is_never_drawn(uniform: float, sampling: Sampling) -> None:
     for seed in range(50):
         logits = logits_of(30, seed)
@@ -113,7 +115,9 @@ def test_the_ends_of_the_unit_interval_are_the_first_and_the_last_possible_token
 @pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.5}], ids=str)
 def test_logprob_is_of_the_whole_distribution_at_the_temperature(temperature: float, filters: dict) -> None:
     logits = torch.stack([logits_of(60, seed, scale=4.0) for seed in range(64)])
-    ids, logprobs = sample(logits, torch.rand(64, generator=torch.Generator().manual_seed(0)), Sampling(temperature, **filters))
+    ids, logprobs = sample(
+        logits, torch.rand(64, generator=torch.Generator().manual_seed(0)), Sampling(temperature, **filters)
+    )
     expected = (logits.double() / (temperature or 1.0)).log_softmax(-1).gather(-1, ids[:, None])[:, 0]
     assert logprobs.dtype == torch.float32
     torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-5)

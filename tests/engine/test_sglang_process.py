@@ -30,7 +30,12 @@ CHANGES_RESULTS = {
     "TMS_INIT_ENABLE_CPU_BACKUP": "1", "SGLANG_NOT_YET_INVENTED": "1",
 }  # fmt: skip
 OF_THE_LAUNCHER = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x"}
-OF_THE_MACHINE = {"SGLANG_CACHE_DIR": "/cache", "SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": "3", "HF_HUB_OFFLINE": "1"}
+OF_THE_MACHINE = {
+    "SGLANG_CACHE_DIR": "/cache",
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "CUDA_VISIBLE_DEVICES": "3",
+    "HF_HUB_OFFLINE": "1",
+}
 
 
 def test_its_process_sees_no_variable_that_changes_results(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,7 +45,9 @@ def test_its_process_sees_no_variable_that_changes_results(monkeypatch: pytest.M
     for name, value in (CHANGES_RESULTS | OF_THE_LAUNCHER | OF_THE_MACHINE).items():
         monkeypatch.setenv(name, value)
     program = "import json, os; print(json.dumps(dict(os.environ)))"
-    seen = json.loads(subprocess.run([sys.executable, "-c", program], env=environment(), capture_output=True, text=True).stdout)
+    seen = json.loads(
+        subprocess.run([sys.executable, "-c", program], env=environment(), capture_output=True, text=True).stdout
+    )
     assert not seen.keys() & (CHANGES_RESULTS | OF_THE_LAUNCHER).keys()
     assert seen.items() >= OF_THE_MACHINE.items()
     assert interface.withheld() == sorted(CHANGES_RESULTS)
@@ -67,7 +74,9 @@ def seeds_of(ranks: Ranks, folder: Path, width: int, run_seed: int = 0, **argume
     seen.clear()
     make.unusable = sglang_engine.unusable = lambda: None
     sglang_engine.HostProcess = Recorded
-    config = Config(seed=run_seed, engine=EngineConfig(kind=EngineKind.sglang, tensor_parallel=width, arguments=arguments))
+    config = Config(
+        seed=run_seed, engine=EngineConfig(kind=EngineKind.sglang, tensor_parallel=width, arguments=arguments)
+    )
     config.engine.deterministic = Deterministic.never
     engine = make.make_engine(config, Policy.load(folder, torch.device("cpu"), None, ranks), folder)
     engine.restart()
@@ -86,7 +95,9 @@ def test_every_engine_and_every_restart_has_a_seed_of_its_own(tiny_folder: Path)
     assert second == []
 
 
-def test_completions_longer_than_sglang_has_room_for_are_refused(monkeypatch: pytest.MonkeyPatch, tiny_folder: Path) -> None:
+def test_completions_longer_than_sglang_has_room_for_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tiny_folder: Path
+) -> None:
     monkeypatch.setattr(sglang_engine, "unusable", lambda: None)
     monkeypatch.setattr(sglang_engine, "HostProcess", Recorded)
     with pytest.raises(EngineError, match="completions of 10001 tokens, prompt included: SGLang has room for 10000"):
@@ -119,7 +130,9 @@ def test_a_bucket_is_read_back_as_it_was_sent() -> None:
         ("of an unknown version", None),
     ],
 )
-def test_a_version_that_cannot_work_is_known_before_anything_loads(monkeypatch: pytest.MonkeyPatch, tiny_folder, version, said) -> None:
+def test_a_version_that_cannot_work_is_known_before_anything_loads(
+    monkeypatch: pytest.MonkeyPatch, tiny_folder, version, said
+) -> None:
     monkeypatch.setattr(interface, "installed", lambda: version)
     assert (interface.unusable() is None) == (said is None)
     if said:
@@ -132,7 +145,9 @@ def test_a_version_that_cannot_work_is_known_before_anything_loads(monkeypatch: 
 def broken_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A package of that name whose import fails, as one does whose kernels do not fit."""
     (tmp_path / "sglang").mkdir()
-    (tmp_path / "sglang" / "__init__.py").write_text("raise ImportError('libcudart.so.13: cannot open\\nshared object file')\n")
+    (tmp_path / "sglang" / "__init__.py").write_text(
+        "raise ImportError('libcudart.so.13: cannot open\\nshared object file')\n"
+    )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
 
@@ -154,7 +169,15 @@ def test_one_that_cannot_be_imported_is_one_line_and_a_log(broken_sglang, tmp_pa
 
 @pytest.mark.slow
 def test_a_run_says_it_in_one_line(broken_sglang, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "hybrid_rl.run", "+recipe=reverse", "engine=sglang", "ranks=2", f"output_dir={tmp_path}"]
+    command = [
+        sys.executable,
+        "-m",
+        "hybrid_rl.run",
+        "+recipe=reverse",
+        "engine=sglang",
+        "ranks=2",
+        f"output_dir={tmp_path}",
+    ]
     result = subprocess.run(command, capture_output=True, text=True)
     said = [line for line in (result.stdout + result.stderr).splitlines() if "SGLang" in line]
     assert result.returncode == 1

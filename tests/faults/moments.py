@@ -62,7 +62,12 @@ class Watch:
     """Counts and times all phases of this process, strikes at `moment`, and on request writes down what it saw."""
 
     def __init__(self, moment: Moment | None):
-        self.moment, self.calls, self.seconds, self.lock = moment, Counter[str](), dict[str, list[float]](), threading.Lock()
+        self.moment, self.calls, self.seconds, self.lock = (
+            moment,
+            Counter[str](),
+            dict[str, list[float]](),
+            threading.Lock(),
+        )
         for phase, names in PHASES.items():
             for name in names:
                 owner, attribute = _owner(name)

@@ -37,7 +37,9 @@ TIMES = {"seconds", "memory", "memory_gib", "tokens_per_second"}
 LIMIT = 120.0  # seconds for any one process
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "transformers", "tests.conftest", "hybrid_rl.run", "hybrid_rl.stages"])
+context.set_forkserver_preload(
+    ["torch", "torch.distributed.fsdp", "transformers", "tests.conftest", "hybrid_rl.run", "hybrid_rl.stages"]
+)
 
 
 class Run:
@@ -58,7 +60,14 @@ class Run:
         for rank in range(ranks):
             environment = launcher | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if launcher else {})
             leader = self.processes[0].pid if self.processes else 0
-            arguments = (folder, self.log, leader, environment, [*SMALL, *overrides], moment if rank == victim else None)
+            arguments = (
+                folder,
+                self.log,
+                leader,
+                environment,
+                [*SMALL, *overrides],
+                moment if rank == victim else None,
+            )
             process = context.Process(target=_run, args=arguments)
             process.start()
             self.processes.append(process)
@@ -86,7 +95,9 @@ class Run:
         return self.log.read_text()
 
 
-def _run(folder: Path, log: Path, leader: int, environment: dict[str, str], arguments: list[str], moment: Moment | None) -> None:
+def _run(
+    folder: Path, log: Path, leader: int, environment: dict[str, str], arguments: list[str], moment: Moment | None
+) -> None:
     _join_group(leader)
     os.chdir(folder)
     with log.open("a") as file:
@@ -124,7 +135,9 @@ def _join_group(leader: int) -> None:
     os.setpgid(0, 0)
 
 
-def run(folder: Path, *overrides: str, code: int = 0, ranks: int = 1, moment: Moment | None = None, victim: int = 0) -> str:
+def run(
+    folder: Path, *overrides: str, code: int = 0, ranks: int = 1, moment: Moment | None = None, victim: int = 0
+) -> str:
     """One start to its end, and what it printed."""
     started = Run(folder, *overrides, ranks=ranks, moment=moment, victim=victim)
     assert started.wait() == [code] * ranks, started.output

@@ -39,9 +39,13 @@ def hang() -> None:
 
 @pytest.mark.parametrize("background", ["true", "false"])
 def test_a_full_disk_ends_the_run_and_keeps_the_checkpoint_before(wholes, tmp_path, background):
-    output = run(tmp_path, f"checkpoint.background={background}", moment=Moment("copy", 4, 0.0, full_for_checkpoints), code=1)
+    output = run(
+        tmp_path, f"checkpoint.background={background}", moment=Moment("copy", 4, 0.0, full_for_checkpoints), code=1
+    )
     last = output.splitlines()[-1]
-    assert re.search(r"checkpoint .*rl_00000\d could not be written, the one before is untouched: .*File too large", last)
+    assert re.search(
+        r"checkpoint .*rl_00000\d could not be written, the one before is untouched: .*File too large", last
+    )
     assert not list(folder_of(tmp_path).glob("checkpoints/.*"))
     run(tmp_path, "resume=must")
     assert_same(wholes[1], tmp_path)
@@ -130,14 +134,22 @@ def test_another_format_is_refused_and_other_code_is_said(wholes, tmp_path):
     versions = checkpoint.latest(folder / "checkpoints").state["versions"]
     change(folder, versions=versions | {"torch": "0.1", "source": "00000000"})
     output = run(tmp_path, f"resume={folder}", "rl.steps=6")
-    assert f"note:    other code than saved it (source 00000000 → {versions['source']}, torch 0.1 → {versions['torch']})" in output
+    assert (
+        f"note:    other code than saved it (source 00000000 → {versions['source']}, torch 0.1 → {versions['torch']})"
+        in output
+    )
     assert "note:    changed since it was started: rl.steps: 5 → 6" in output
     change(folder, format=2)
-    assert "has format 2, this version of hybrid_rl reads 1 only" in run(tmp_path, f"resume={folder}", "rl.steps=7", code=1)
+    assert "has format 2, this version of hybrid_rl reads 1 only" in run(
+        tmp_path, f"resume={folder}", "rl.steps=7", code=1
+    )
 
 
 def test_must(wholes, tmp_path):
-    assert run(tmp_path, "resume=must", code=2) == "hybrid_rl: resume=must: there is no run in outputs/reverse to go on with\n"
+    assert (
+        run(tmp_path, "resume=must", code=2)
+        == "hybrid_rl: resume=must: there is no run in outputs/reverse to go on with\n"
+    )
     run(tmp_path, moment=Moment("evaluation", 0), code=-9)
     assert "there is no complete checkpoint in" in run(tmp_path, "resume=must", code=1)
     output = run(tmp_path, "resume=auto")
@@ -149,7 +161,11 @@ def test_must(wholes, tmp_path):
 def test_the_best_checkpoint_is_kept_and_named(wholes):
     folder = folder_of(wholes[1])
     best = json.loads((folder / "summary.json").read_text())["best"]
-    evaluated = {line["step"]: line["reward"] for line in metrics(wholes[1]) if line["stage"] == "eval" and line["name"] in ("step", "rl")}
+    evaluated = {
+        line["step"]: line["reward"]
+        for line in metrics(wholes[1])
+        if line["stage"] == "eval" and line["name"] in ("step", "rl")
+    }
     assert evaluated.keys() == {2, 4, 5}
     assert best["reward"] == max(evaluated.values()) == evaluated[best["step"]]
     assert best["checkpoint"] == f"checkpoints/rl_{best['step']:06d}"

@@ -27,8 +27,21 @@ from hybrid_rl.types import Rollout
 CPU = torch.device("cpu")
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 CLOSE = 1e-5  # of two log-probabilities
-EXPERTS = {"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-LATENT = {"num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+EXPERTS = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
 
 # model_type: what differs from SHAPE
 FAMILIES: dict[str, dict] = {
@@ -96,7 +109,9 @@ def plain_logprobs(model: PreTrainedModel, rollouts: list[Rollout]) -> Tensor:
     """The same by plain transformers, one sample at a time."""
     found = []
     for r in rollouts:
-        logprobs = model.eval()(input_ids=torch.tensor([r.token_ids]), use_cache=False).logits[0, :-1].float().log_softmax(-1)
+        logprobs = (
+            model.eval()(input_ids=torch.tensor([r.token_ids]), use_cache=False).logits[0, :-1].float().log_softmax(-1)
+        )
         taken = logprobs.gather(-1, torch.tensor(r.token_ids)[1:, None])[:, 0]
         found.append(taken[torch.tensor(r.loss_mask).bool()[1:]])
     return torch.cat(found)
@@ -111,7 +126,10 @@ def holds_the_files_tensors(policy: Policy, folder: Path, exact: bool = True) ->
     """Every rank calls; rank 0 compares."""
     whole = policy._on_main(policy.buckets(torch.float32 if exact else policy.dtype, 2**28))
     if policy.ranks.main:
-        held, file = stored_names(policy._skeleton(), whole, policy._conversions), load_file(folder / "model.safetensors")
+        held, file = (
+            stored_names(policy._skeleton(), whole, policy._conversions),
+            load_file(folder / "model.safetensors"),
+        )
         assert held.keys() >= file.keys()
         for name, tensor in file.items():
             assert torch.equal(held[name], tensor.to(held[name].dtype)), name
@@ -154,7 +172,11 @@ def examine(family: str, folder: Path) -> Found:
     policy.export(out)
     moved = score(policy, rollouts, 1.0)
     assert (moved - recorded).abs().max() > 1e-3
-    close("export and policy", plain_logprobs(AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32), rollouts), moved)
+    close(
+        "export and policy",
+        plain_logprobs(AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32), rollouts),
+        moved,
+    )
     same_folder(folder, out)
     return Found(family, "yes", _adapters(folder, rollouts))
 
@@ -170,7 +192,11 @@ def _adapters(folder: Path, rollouts: list[Rollout]) -> str:
     out = folder.with_name(f"{folder.name}_merged")
     policy.export(out)
     ours = score(policy, rollouts, 1.0)
-    close("merged and policy", plain_logprobs(AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32), rollouts), ours)
+    close(
+        "merged and policy",
+        plain_logprobs(AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32), rollouts),
+        ours,
+    )
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert (ours - plain_logprobs(base, rollouts)).abs().max() > 1e-3
     close("adapter and policy", plain_logprobs(PeftModel.from_pretrained(base, f"{out}_adapter"), rollouts), ours)
@@ -180,7 +206,12 @@ def _adapters(folder: Path, rollouts: list[Rollout]) -> str:
 
 
 def _line(error: ModelError, folder: Path) -> str:
-    return str(error).replace(f"model.path={folder}", "model.path").replace(f"{folder}: ", "").replace(str(folder), "the folder")
+    return (
+        str(error)
+        .replace(f"model.path={folder}", "model.path")
+        .replace(f"{folder}: ", "")
+        .replace(str(folder), "the folder")
+    )
 
 
 def load_everywhere(ranks: Ranks, folders: list[Path], dtype: Precision) -> None:

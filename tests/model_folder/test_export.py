@@ -65,7 +65,9 @@ def in_bfloat16(folder: Path) -> dict[str, torch.Tensor]:
     for file in set(where.values()):
         save_file({n: t for n, t in weights.items() if where[n] == file}, folder / file, {"format": "pt", "by": "them"})
     total = sum(t.nbytes for t in weights.values())
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": total, "x": 1}, "weight_map": where}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {"total_size": total, "x": 1}, "weight_map": where})
+    )
     change(folder / "config.json", dtype="bfloat16")
     return weights
 
@@ -84,7 +86,9 @@ def test_files_names_and_dtypes_are_the_sources(folder, tmp_path, float32):
             assert opened.metadata() == {"format": "pt", "by": "them"}
             assert all(index["weight_map"][name] == file for name in opened.keys())  # noqa: SIM118
         written |= load_file(out / file)
-    assert {n: t.dtype for n, t in written.items()} == {n: torch.float32 if float32 else t.dtype for n, t in weights.items()}
+    assert {n: t.dtype for n, t in written.items()} == {
+        n: torch.float32 if float32 else t.dtype for n, t in weights.items()
+    }
     assert index["metadata"] == {"total_size": sum(t.nbytes for t in written.values()), "x": 1}
     assert json.loads((out / "config.json").read_text())["dtype"] == ("float32" if float32 else "bfloat16")
     for name, parameter in policy.parameters.items():
@@ -95,18 +99,28 @@ def test_files_names_and_dtypes_are_the_sources(folder, tmp_path, float32):
 
 
 def test_a_weight_that_the_files_dtype_cannot_hold(folder, tmp_path):
-    save_file({n: t.half() for n, t in load_file(folder / "model.safetensors").items()}, folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        {n: t.half() for n, t in load_file(folder / "model.safetensors").items()},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
     policy = Policy.load(folder, CPU)
     with torch.no_grad():
         policy.parameters["model.norm.weight"][3] = 1e6
-    with pytest.raises(ModelError, match=r"^model\.norm\.weight has values that float16 cannot hold; set export\.dtype=float32$"):
+    with pytest.raises(
+        ModelError, match=r"^model\.norm\.weight has values that float16 cannot hold; set export\.dtype=float32$"
+    ):
         policy.export(tmp_path / "out")
     policy.export(tmp_path / "whole", float32=True)
 
 
 def test_equal_copies_of_a_tied_weight_stay_two(folder, tmp_path):
     weights = load_file(folder / "model.safetensors")
-    save_file(weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}, folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
     policy = Policy.load(folder, CPU)
     families.move(policy)
     policy.export(tmp_path / "out")
@@ -130,7 +144,13 @@ for folder in sys.argv[2:]:
     found.append([logprobs.tolist(), AutoTokenizer.from_pretrained(folder).encode("In 2024, it's 5 <w>\\n", add_special_tokens=False)])
 print(json.dumps(found))
 """
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 OLD_FAMILIES = {
     "qwen2": {"rope_theta": 1000000.0}, "llama": {"rope_theta": 500000.0, "rope_scaling": LLAMA3}, "qwen3": {"rope_theta": 1000000.0},
     "mixtral": {"rope_theta": 1000000.0}, "qwen3_moe": {"rope_theta": 1000000.0, "num_experts": 4}, "gpt_neox": {"rotary_emb_base": 20000, "rotary_pct": 0.25},
@@ -140,7 +160,9 @@ OLD_FAMILIES = {
 
 def ask(*folders: Path) -> list:
     ids = json.dumps([5, 6, 7, 30, 31, 32, 60, 61, 62, 63] * 6)
-    done = subprocess.run([OLD, "-W", "ignore", "-c", ASK, ids, *map(str, folders)], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [OLD, "-W", "ignore", "-c", ASK, ids, *map(str, folders)], capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -159,13 +181,21 @@ def test_an_older_transformers_reads_the_export_as_this_one_does(tmp_path):
     for name, keys in OLD_FAMILIES.items():
         families.build(name, tmp_path / name)
         config = AutoConfig.from_pretrained(tmp_path / name)
-        published(tmp_path / name, **({"intermediate_size": config.intermediate_size} if "intermediate_size" in config else {}), **keys)
+        published(
+            tmp_path / name,
+            **({"intermediate_size": config.intermediate_size} if "intermediate_size" in config else {}),
+            **keys,
+        )
         change(tmp_path / name / "tokenizer_config.json", ("backend",), tokenizer_class="PreTrainedTokenizerFast")
         policy = Policy.load(tmp_path / name, CPU)
         families.move(policy)
         policy.export(tmp_path / f"{name}_out")
         folders += [tmp_path / name, tmp_path / f"{name}_out"]
-    tiny.create(tmp_path / "tiny", TinyConfig(layers=2, hidden_size=32, intermediate_size=64, heads=4, head_dim=16, init_std=0.2), 0)
+    tiny.create(
+        tmp_path / "tiny",
+        TinyConfig(layers=2, hidden_size=32, intermediate_size=64, heads=4, head_dim=16, init_std=0.2),
+        0,
+    )
     policy = Policy.load(tmp_path / "tiny", CPU)
     families.move(policy)
     policy.export(tmp_path / "tiny_out")

@@ -15,11 +15,15 @@ FEW = ["qwen2", "qwen3_moe", "qwen2_moe", "phi3", "phi", "gpt2", "falcon"]
 
 
 def listed() -> dict[str, str]:
-    return {line.split("`")[1]: line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")}
+    return {
+        line.split("`")[1]: line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")
+    }
 
 
 def check(family: str, folder) -> None:
-    assert families.examine(family, folder).row() == listed()[family], "python -m tests.model_folder.families writes the page again"
+    assert families.examine(family, folder).row() == listed()[family], (
+        "python -m tests.model_folder.families writes the page again"
+    )
 
 
 @pytest.mark.parametrize("family", FEW)

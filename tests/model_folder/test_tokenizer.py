@@ -40,7 +40,15 @@ SPLITS = {
 
 
 @pytest.mark.parametrize(
-    "name", ["GPT2Tokenizer", "LlamaTokenizerFast", "Qwen2TokenizerFast", "PreTrainedTokenizerFast", "GPTNeoXTokenizerFast", None]
+    "name",
+    [
+        "GPT2Tokenizer",
+        "LlamaTokenizerFast",
+        "Qwen2TokenizerFast",
+        "PreTrainedTokenizerFast",
+        "GPTNeoXTokenizerFast",
+        None,
+    ],
 )
 @pytest.mark.parametrize("split", SPLITS)
 def test_ids_are_those_of_tokenizer_json_whatever_class_is_named(folder, name, split):

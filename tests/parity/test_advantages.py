@@ -1,7 +1,7 @@
 """Advantages as verl, TRL, SkyRL and OpenRLHF publish them, written down again from their formulas in numpy float64.
 
-Each test says whether we agree to rounding, by how much another eps moves us, or that we differ on purpose. Their layout is theirs:
-rewards [R] with a group index, and tokens in padded rows with a mask.
+Each test says whether we agree to rounding, by how much another eps moves us, or that we differ on purpose. Their
+layout is theirs: rewards [R] with a group index, and tokens in padded rows with a mask.
 """
 
 import math
@@ -25,7 +25,9 @@ class Case:
     def __init__(self, seed: int) -> None:
         random = np.random.default_rng(seed)
         self.index = np.repeat(np.arange(len(SIZES)), SIZES)
-        self.outcomes: Array = random.normal(size=len(self.index)) if seed % 2 else random.integers(0, 2, len(self.index)).astype(float)
+        self.outcomes: Array = (
+            random.normal(size=len(self.index)) if seed % 2 else random.integers(0, 2, len(self.index)).astype(float)
+        )
         starts = np.cumsum([0, *SIZES[:-1]])
         self.outcomes[starts], self.outcomes[starts + 1] = 1.0, 0.0  # no group is all equal
         self.lengths = random.integers(1, 10, len(self.index))
@@ -71,7 +73,8 @@ def sample_std(r: Array) -> float:
 
 
 def masked_whiten(rows: Array, mask: NDArray[np.bool_], ddof: int = 1) -> Array:
-    """verl's and TRL's, which is PPO's of 2019: (x − mean) · rsqrt(var + 1e-8) over all tokens, variance with Bessel's correction."""
+    """verl's and TRL's, which is PPO's of 2019: (x − mean) · rsqrt(var + 1e-8) over all tokens, variance with Bessel's
+    correction."""
     own = rows[mask]
     return (rows - own.mean()) / np.sqrt(own.var(ddof=ddof) + 1e-8)
 
@@ -121,7 +124,14 @@ def test_dr_grpo_is_the_centred_reward(case: Case) -> None:
 
 
 def alone(reward: float) -> Scored:
-    return Scored(torch.tensor([reward], dtype=torch.float64), [1], torch.tensor([2]), torch.tensor([True]), torch.zeros(2), torch.zeros(2))
+    return Scored(
+        torch.tensor([reward], dtype=torch.float64),
+        [1],
+        torch.tensor([2]),
+        torch.tensor([True]),
+        torch.zeros(2),
+        torch.zeros(2),
+    )
 
 
 def test_a_single_rollout_keeps_its_raw_reward_in_verl_and_gets_nothing_here() -> None:
@@ -134,12 +144,19 @@ def test_a_single_rollout_keeps_its_raw_reward_in_verl_and_gets_nothing_here() -
 
 def test_equal_rewards_are_noise_over_eps_elsewhere_and_nothing_here() -> None:
     rewards = np.full(7, 0.1, dtype=np.float32)
-    mean = np.float32(0.1) + np.float32(2**-27)  # a mean that another order of summing can give: one unit in the last place
+    mean = np.float32(0.1) + np.float32(
+        2**-27
+    )  # a mean that another order of summing can give: one unit in the last place
     assert np.float32(mean) != rewards[0]
     theirs = (rewards - mean) / np.float32(1e-6)
     assert np.abs(theirs).max() > 5e-3
     batch = Scored(
-        torch.from_numpy(rewards), [7], torch.ones(7, dtype=torch.int64), torch.ones(7, dtype=torch.bool), torch.zeros(7), torch.zeros(7)
+        torch.from_numpy(rewards),
+        [7],
+        torch.ones(7, dtype=torch.int64),
+        torch.ones(7, dtype=torch.bool),
+        torch.zeros(7),
+        torch.zeros(7),
     )
     for estimator in (grpo, mean_only, rloo, opo, max_rl, reinforce_pp):
         assert estimator.advantages(batch).tolist() == [0] * 7
@@ -158,7 +175,10 @@ def test_rloo_of_verl_and_of_trl(case: Case) -> None:
 
 def test_opo_of_verl(case: Case) -> None:
     weighted = np.array(
-        [case.outcomes[own] @ case.lengths[own] / case.lengths[own].sum() for own in (case.index == g for g in range(len(SIZES)))]
+        [
+            case.outcomes[own] @ case.lengths[own] / case.lengths[own].sum()
+            for own in (case.index == g for g in range(len(SIZES)))
+        ]
     )
     assert differs(opo.advantages(case.scored()), case.outcomes - weighted[case.index]) < EXACT
 
@@ -188,7 +208,8 @@ def test_pass_at_group_size_of_verl_without_its_division(case: Case) -> None:
 
 @pytest.mark.parametrize("k", [2, 3, 4])
 def test_pass_at_k_of_pkpo_but_for_k_over_g(k: int) -> None:
-    """arXiv 2505.15201: Σ over subsets of i of (max_S − max_{S∖i}) / C(G, k): ours divides by the number of subsets with i."""
+    """arXiv 2505.15201: Σ over subsets of i of (max_S − max_{S∖i}) / C(G, k): ours divides by the number of subsets
+    with i."""
     r = np.random.default_rng(k).normal(size=6)
     total = np.zeros(6)
     for bits in range(64):
@@ -197,7 +218,12 @@ def test_pass_at_k_of_pkpo_but_for_k_over_g(k: int) -> None:
             for i in chosen:
                 total[i] += r[chosen].max() - r[[j for j in chosen if j != i]].max()
     batch = Scored(
-        torch.from_numpy(r), [6], torch.ones(6, dtype=torch.int64), torch.ones(6, dtype=torch.bool), torch.zeros(6), torch.zeros(6)
+        torch.from_numpy(r),
+        [6],
+        torch.ones(6, dtype=torch.int64),
+        torch.ones(6, dtype=torch.bool),
+        torch.zeros(6),
+        torch.zeros(6),
     )
     assert differs(pass_at_k.advantages(batch, k) * k / 6, total / math.comb(6, k)) < EXACT
 

@@ -1,4 +1,5 @@
-"""verl's, TRL's and SkyRL's published formulas, written out anew over padded [B, T] float64, against ours; and where ours differs."""
+"""verl's, TRL's and SkyRL's published formulas, written out anew over padded [B, T] float64, against ours; and where
+ours differs."""
 
 import math
 from collections.abc import Callable
@@ -9,7 +10,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid_rl.algo import aggregation, cispo, dppo_tv, gspo, icepop, k3_mask, kl, overlong, ppo_clip, sapo, seq_mask, tis
+from hybrid_rl.algo import (
+    aggregation,
+    cispo,
+    dppo_tv,
+    gspo,
+    icepop,
+    k3_mask,
+    kl,
+    overlong,
+    ppo_clip,
+    sapo,
+    seq_mask,
+    tis,
+)
 from hybrid_rl.algo.batch import Scored, Tokens
 
 LENGTHS = [7, 1, 4, 12, 3, 9]
@@ -24,21 +38,34 @@ def padded(request) -> dict[str, Tensor]:
     old = -5 * torch.rand(6, 12, dtype=torch.float64)
     new = old + request.param * torch.randn(6, 12, dtype=torch.float64)
     behaviour = old + 0.5 * request.param * torch.randn(6, 12, dtype=torch.float64)
-    return {"new": new, "old": old, "behaviour": behaviour, "advantages": torch.randn(6, 1, dtype=torch.float64).expand(6, 12).contiguous()}
+    return {
+        "new": new,
+        "old": old,
+        "behaviour": behaviour,
+        "advantages": torch.randn(6, 1, dtype=torch.float64).expand(6, 12).contiguous(),
+    }
 
 
-def ours(p: dict[str, Tensor], loss: Callable, aggregate: Callable, kept: Tensor | None = None) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def ours(
+    p: dict[str, Tensor], loss: Callable, aggregate: Callable, kept: Tensor | None = None
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Loss of the batch, its gradient [B, T], and the statistics [B, T]."""
     new = p["new"].clone().requires_grad_()
     rollout = torch.arange(6).repeat_interleave(torch.tensor(LENGTHS))
-    losses, statistics = loss(Tokens(new[MASK], p["old"][MASK], p["behaviour"][MASK], p["advantages"][MASK], rollout, new[MASK].detach()))
-    weights, divisor = aggregate(torch.ones(len(rollout), dtype=torch.bool) if kept is None else kept[rollout], rollout, MAX_TOKENS)
+    losses, statistics = loss(
+        Tokens(new[MASK], p["old"][MASK], p["behaviour"][MASK], p["advantages"][MASK], rollout, new[MASK].detach())
+    )
+    weights, divisor = aggregate(
+        torch.ones(len(rollout), dtype=torch.bool) if kept is None else kept[rollout], rollout, MAX_TOKENS
+    )
     weights = weights.double()
     if aggregate is aggregation.seq_mean:  # float32 thirds would be the only difference
         weights = (weights > 0) / torch.tensor(LENGTHS, dtype=torch.float64)[rollout]
     value = (weights * losses).sum() / divisor
     (slope,) = torch.autograd.grad(value, new)
-    spread = {name: torch.zeros(6, 12, dtype=torch.bool).masked_scatter(MASK, column) for name, column in statistics.items()}
+    spread = {
+        name: torch.zeros(6, 12, dtype=torch.bool).masked_scatter(MASK, column) for name, column in statistics.items()
+    }
     return value.detach(), slope, spread
 
 
@@ -113,7 +140,9 @@ def test_verl_vanilla_with_dual_clip(padded, high: float) -> None:
     assert same((value, slope), theirs(padded, formula))
     one, two, first, third = columns(padded["new"], padded["old"], padded["advantages"])
     assert torch.equal(statistics["clip_low"] | statistics["clip_high"], (two > one) & MASK)  # pg_clipfrac
-    assert torch.equal(statistics["clip_dual"], (first > third) & (padded["advantages"] < 0) & MASK)  # pg_clipfrac_lower
+    assert torch.equal(
+        statistics["clip_dual"], (first > third) & (padded["advantages"] < 0) & MASK
+    )  # pg_clipfrac_lower
 
 
 def test_dual_clip_is_on_as_in_verl_unless_told_otherwise(padded) -> None:
@@ -172,7 +201,10 @@ def test_cispo(padded, bounds, clip) -> None:
     def formula(new, old, behaviour, advantages):
         return masked_mean(-clip((new - old).exp()).detach() * advantages * new)
 
-    assert same(ours(padded, partial(cispo.loss, clip_low=bounds[0], clip_high=bounds[1]), aggregation.token_mean), theirs(padded, formula))
+    assert same(
+        ours(padded, partial(cispo.loss, clip_low=bounds[0], clip_high=bounds[1]), aggregation.token_mean),
+        theirs(padded, formula),
+    )
     if bounds == (1.0, 4.0):
         assert same(ours(padded, cispo.loss, aggregation.token_mean), theirs(padded, formula))
 
@@ -194,7 +226,9 @@ def test_sapo_of_verl_and_trl(padded) -> None:
     assert same(ours(padded, sapo.loss, aggregation.seq_mean), theirs(padded, formula))
 
 
-def dppo_verl(new, old, advantages, anchor) -> Tensor:  # −sg(min(ρ, 3)) · A · log π on kept tokens: its clip_ratio_c bounds ρ here
+def dppo_verl(
+    new, old, advantages, anchor
+) -> Tensor:  # −sg(min(ρ, 3)) · A · log π on kept tokens: its clip_ratio_c bounds ρ here
     moved = new.exp() - anchor.exp()
     valid = torch.where(advantages > 0, moved <= 0.2, moved >= -0.2).detach()
     return masked_mean(-advantages * (new - old).clamp(-20, 20).exp().clamp(max=3.0).detach() * new * valid)
@@ -237,7 +271,9 @@ def test_dppo_of_prime_rl(padded) -> None:
 
 def scored(p: dict[str, Tensor]) -> Scored:
     outcomes = torch.zeros(6, dtype=torch.float64)
-    return Scored(outcomes, [6], torch.tensor(LENGTHS), torch.ones(6, dtype=torch.bool), p["behaviour"][MASK], p["old"][MASK])
+    return Scored(
+        outcomes, [6], torch.tensor(LENGTHS), torch.ones(6, dtype=torch.bool), p["behaviour"][MASK], p["old"][MASK]
+    )
 
 
 @pytest.fixture
@@ -252,7 +288,9 @@ def flat(column: np.ndarray) -> np.ndarray:
 def test_tis_of_verl_and_trl(padded, log_w) -> None:
     for cap in (2.0, 3.0):  # verl's and TRL's
         token, sequence = np.exp(np.clip(log_w, -20, 20)), np.exp(np.clip(log_w.sum(-1, keepdims=True), -20, 20))
-        np.testing.assert_allclose(tis.correct(scored(padded), cap)[0].numpy(), flat(np.minimum(token, cap)), rtol=1e-12)
+        np.testing.assert_allclose(
+            tis.correct(scored(padded), cap)[0].numpy(), flat(np.minimum(token, cap)), rtol=1e-12
+        )
         np.testing.assert_allclose(
             tis.correct(scored(padded), cap, level="sequence")[0].numpy(), flat(np.minimum(sequence, cap)), rtol=1e-12
         )
@@ -272,13 +310,17 @@ def test_rejection_of_whole_rollouts_of_verl_and_skyrl(padded, log_w) -> None:
     k3 = (np.where(MASK.numpy(), np.exp(log_w) - 1 - log_w, 0).sum(-1, keepdims=True)) / lengths
     batch = scored(padded)
     assert (seq_mask.correct(batch)[1].numpy() == flat((geometric >= 0.99) & (geometric <= 1.01))).all()
-    assert (seq_mask.correct(batch, 0.5, 2.0, level="product")[1].numpy() == flat((product >= 0.5) & (product <= 2.0))).all()
+    assert (
+        seq_mask.correct(batch, 0.5, 2.0, level="product")[1].numpy() == flat((product >= 0.5) & (product <= 2.0))
+    ).all()
     assert (k3_mask.correct(batch)[1].numpy() == flat(k3 <= 0.01)).all()
 
 
 def test_trls_sequence_mask_is_a_weight_of_zero_above_the_cap_and_ours_leaves_the_count(padded, log_w) -> None:
     product = np.exp(log_w.sum(-1, keepdims=True))
-    trl = np.where(product > 3.0, 0.0, product)  # a weight; its tokens stay in the denominator, and there is no lower bound
+    trl = np.where(
+        product > 3.0, 0.0, product
+    )  # a weight; its tokens stay in the denominator, and there is no lower bound
     weights, kept = seq_mask.correct(scored(padded), 0.0, 3.0, level="product")
     assert (kept.numpy() == (flat(trl) > 0)).all()
     product_weights, _ = tis.correct(scored(padded), cap=math.inf, level="sequence")
@@ -301,7 +343,9 @@ def test_kl_penalties_of_verl() -> None:
     verl = uncut.clamp(-10, 10)
     torch.testing.assert_close(kl.k3(logprobs, reference), uncut, rtol=1e-10, atol=1e-12)
     assert verl[uncut > 10].tolist() == [10.0] * int((uncut > 10).sum())
-    assert (kl.k3(logprobs, reference)[uncut > 10] > 10).all()  # verl bounds the value at 10, and there the gradient ends; we do not
+    assert (
+        kl.k3(logprobs, reference)[uncut > 10] > 10
+    ).all()  # verl bounds the value at 10, and there the gradient ends; we do not
     assert 0 < (uncut > 10).sum() < 200
 
 

@@ -62,7 +62,9 @@ def random_head(hidden: int) -> Tensor:
 def with_head(model: ValueModel) -> None:
     weight = model.model.get_output_embeddings().weight
     whole = random_head(weight.shape[1])[None]
-    weight.copy_(distribute_tensor(whole, weight.device_mesh, weight.placements) if isinstance(weight, DTensor) else whole)
+    weight.copy_(
+        distribute_tensor(whole, weight.device_mesh, weight.placements) if isinstance(weight, DTensor) else whole
+    )
 
 
 def critic_of(
@@ -100,13 +102,17 @@ def predicted(ranks: Ranks, folder: Path, settings: PolicyConfig) -> Tensor:
     critic = critic_of(folder, settings, ranks)
     with_head(critic.model)
     values = critic.values(rollouts())
-    assert ranks.world == 1 or all(isinstance(p, DTensor) for p in critic.model.model.parameters())  # nothing is left whole
+    assert ranks.world == 1 or all(
+        isinstance(p, DTensor) for p in critic.model.model.parameters()
+    )  # nothing is left whole
     assert not values.requires_grad
     return values
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama", "gpt_neox", "gemma", "qwen3_moe"])  # tied heads and untied ones
-@pytest.mark.parametrize(("world", "layout", "row_tokens"), [(1, "trees", 2048), (1, "packed", 40), (1, "padded", 60), (2, "trees", 60)])
+@pytest.mark.parametrize(
+    ("world", "layout", "row_tokens"), [(1, "trees", 2048), (1, "packed", 40), (1, "padded", 60), (2, "trees", 60)]
+)
 def test_values_are_a_head_on_the_hidden_state_before_the_token(folder_of, name, world, layout, row_tokens):
     expected, _, _ = textbook(folder_of(name), rollouts())
     assert expected.std() > 0.3
@@ -155,7 +161,9 @@ def test_it_begins_as_the_policy_is_now_and_predicts_nothing(folder_of, name, lo
         found["policy"].pop("lm_head.weight", None)
         assert same(found["weights"], found["policy"])
         plain = dict(AutoModelForCausalLM.from_pretrained(folder_of(name)).named_parameters())
-        assert not torch.equal(found["weights"]["model.layers.0.mlp.up_proj.weight"], plain["model.layers.0.mlp.up_proj.weight"])
+        assert not torch.equal(
+            found["weights"]["model.layers.0.mlp.up_proj.weight"], plain["model.layers.0.mlp.up_proj.weight"]
+        )
 
 
 def test_it_begins_as_another_folder_where_one_is_named(folder_of):
@@ -239,10 +247,14 @@ def check_gradient(folder: Path, results: list[tuple[dict, dict]]) -> None:
     for v, v_old, r, w in zip(values, old.double(), targets.double(), given_.weights.double(), strict=True):
         held = v_old + torch.clamp(v - v_old, -CLIP, CLIP)
         total = total + w * 0.5 * torch.maximum((v - r) ** 2, (held - r) ** 2) / 7.5
-        clips += bool((v - v_old).abs() > CLIP and (held - r) ** 2 > (v - r) ** 2)  # inside the band held is v but for rounding
+        clips += bool(
+            (v - v_old).abs() > CLIP and (held - r) ** 2 > (v - r) ** 2
+        )  # inside the band held is v but for rounding
     total.backward()
     assert 0 < clips < len(old)
-    expected = {f"model.{name}": p.grad for name, p in trunk.named_parameters()} | {"lm_head.weight": cast(Tensor, head.grad)[None]}
+    expected = {f"model.{name}": p.grad for name, p in trunk.named_parameters()} | {
+        "lm_head.weight": cast(Tensor, head.grad)[None]
+    }
     for ours, statistics in results:
         assert statistics["value_loss"] == pytest.approx(total.item(), rel=1e-5)
         assert statistics["value_clip"] == pytest.approx(clips / len(old))
@@ -316,7 +328,10 @@ def test_explained_variance_rises_where_the_prompt_tells_the_return(tmp_path, re
         batch, returns = predictable(step, 64)
         if not related:
             returns = torch.cat(
-                [torch.rand(1, generator=torch.Generator().manual_seed(i)).round().expand(r.sampled) for i, r in enumerate(batch)]
+                [
+                    torch.rand(1, generator=torch.Generator().manual_seed(i)).round().expand(r.sampled)
+                    for i, r in enumerate(batch)
+                ]
             )
         ones = torch.ones(len(returns))
         given_ = Given(ones, ones, ones, sampled_tokens(batch).rollout_index, ones, ones, float(len(returns)))
@@ -330,7 +345,10 @@ def test_explained_variance_rises_where_the_prompt_tells_the_return(tmp_path, re
 
 
 def storages(critic: Critic) -> int:
-    tensors = [*critic.model.parameters.values(), *(t for n, t in critic.optimizer.tensors().items() if not n.endswith(".step"))]
+    tensors = [
+        *critic.model.parameters.values(),
+        *(t for n, t in critic.optimizer.tensors().items() if not n.endswith(".step")),
+    ]
     return sum({(s := local(t).untyped_storage()).data_ptr(): s.size() for t in tensors}.values())
 
 
@@ -358,7 +376,8 @@ def parked(ranks: Ranks, folder: Path, settings: PolicyConfig) -> dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    ("world", "offload"), [(1, Offload.none), (1, Offload.all), (2, Offload.none), (2, Offload.optimizer), (2, Offload.all)]
+    ("world", "offload"),
+    [(1, Offload.none), (1, Offload.all), (2, Offload.none), (2, Offload.optimizer), (2, Offload.all)],
 )
 def test_where_it_waits_while_the_engine_samples(tiny_folder, world, offload):
     """On the CPU as policy.offload says; on one rank the weights stay, for they lie in a mapped file."""
@@ -374,7 +393,9 @@ def test_the_plan_counts_it(tiny_folder):
         parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(shape).parameters())
     beside = models_beside(Config(algo=algo), parameters)
     assert beside == {"critic": parameters}
-    assert models_beside(Config(algo=AlgoConfig(advantage=GAE, critic=CriticConfig(path=str(tiny_folder)))), 1) == beside
+    assert (
+        models_beside(Config(algo=AlgoConfig(advantage=GAE, critic=CriticConfig(path=str(tiny_folder)))), 1) == beside
+    )
     with pytest.raises(ModelError, match=r"algo\.critic\.path=/nowhere cannot be loaded"):
         models_beside(Config(algo=AlgoConfig(advantage=GAE, critic=CriticConfig(path="/nowhere"))), 1)
     assert models_beside(Config(), parameters) == {}

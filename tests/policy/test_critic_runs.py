@@ -179,10 +179,15 @@ def ppo(
     else:  # SFT, say
         optimizer = Optimizer(policy.trainable, OptimizerConfig(lr=1e-2), 1, 3)
         update(policy, optimizer, rollouts(), ADVANTAGES, ppo_loss)
-    tasks = {name: [Task(f"{name}{i}", ({"role": "user", "content": "x" * (i + 1)},), str(i)) for i in range(8)] for name in ("rl", "eval")}
+    tasks = {
+        name: [Task(f"{name}{i}", ({"role": "user", "content": "x" * (i + 1)},), str(i)) for i in range(8)]
+        for name in ("rl", "eval")
+    }
     engine = LocalEngine(policy.sampler, policy.end_ids(), 16, 64, CPU, policy.dtype)
     scorer = Scorer({"_target_": f"tests.rewards.{reward}"}, workers=1, timeout=5)
-    metrics = Metrics(folder / "metrics.jsonl" if ranks.main else None, keep_lines=resumed.state["metrics_lines"] if resumed else 0)
+    metrics = Metrics(
+        folder / "metrics.jsonl" if ranks.main else None, keep_lines=resumed.state["metrics_lines"] if resumed else 0
+    )
     sets = TaskSets([], tasks["rl"], tasks["eval"])
     s = Dying(config, folder, model_folder, policy, engine, sets, scorer, metrics, Console(quiet=True), resumed)
     if resumed:
@@ -202,7 +207,10 @@ def ppo(
 def lines(folder: Path) -> list[dict]:
     """What was reported, but for what a clock or the machine's memory said."""
     read = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in ("seconds", "memory", "memory_gib", "tokens_per_second")} for line in read]
+    return [
+        {k: v for k, v in line.items() if k not in ("seconds", "memory", "memory_gib", "tokens_per_second")}
+        for line in read
+    ]
 
 
 @pytest.mark.parametrize(
@@ -223,7 +231,9 @@ def test_a_killed_run_goes_on_to_the_same_numbers(tiny_folder, tmp_path, world, 
     for name in ("killed", "killed early"):
         assert lines(tmp_path / name) == expected
         for part in ("policy", "optimizer", "critic", "critic_optimizer"):
-            ours, theirs = (load_all(tmp_path / run / "checkpoints" / "rl_000003", part, world) for run in (name, "whole"))
+            ours, theirs = (
+                load_all(tmp_path / run / "checkpoints" / "rl_000003", part, world) for run in (name, "whole")
+            )
             assert same(ours, theirs), part
     begin, end = (load_all(tmp_path / "whole" / "checkpoints" / f"rl_00000{i}", "critic", world) for i in (1, 3))
     assert not same(begin, end)
@@ -232,7 +242,11 @@ def test_a_killed_run_goes_on_to_the_same_numbers(tiny_folder, tmp_path, world, 
 
 
 def load_all(folder: Path, part: str, world: int) -> dict[str, Tensor]:
-    return {f"{i} {name}": t for i in range(world) for name, t in load_file(folder / f"{part}.{i:05d}-of-{world:05d}.safetensors").items()}
+    return {
+        f"{i} {name}": t
+        for i in range(world)
+        for name, t in load_file(folder / f"{part}.{i:05d}-of-{world:05d}.safetensors").items()
+    }
 
 
 def test_it_learns_alone_while_it_warms_up(tiny_folder, tmp_path):

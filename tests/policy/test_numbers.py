@@ -34,13 +34,17 @@ BROKEN = "tests.broken"
 
 
 def session(policy: Policy, folder: Path, ranks: Ranks | None = None, **algo: Any) -> Session:
-    config = Config(algo=AlgoConfig(**{"advantage": part("mean_only.advantages"), "loss": part("reinforce.loss"), **algo}))
+    config = Config(
+        algo=AlgoConfig(**{"advantage": part("mean_only.advantages"), "loss": part("reinforce.loss"), **algo})
+    )
     config.rl.optimizer = config.algo.critic.optimizer = OptimizerConfig(lr=1e-3)
     config.policy = policy.settings
     main = ranks is None or ranks.main
     metrics = Metrics(folder / "metrics.jsonl" if main else None)
     model_folder = Path(policy.model.config._name_or_path)
-    return Session(config, folder, model_folder, policy, None, TaskSets([], [], []), None, metrics, Console(quiet=not main))  # type: ignore[arg-type]
+    return Session(
+        config, folder, model_folder, policy, None, TaskSets([], [], []), None, metrics, Console(quiet=not main)
+    )  # type: ignore[arg-type]
 
 
 def weights(policy: Policy) -> list[torch.Tensor]:
@@ -74,8 +78,14 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         f"advantage is -inf at {at(-1)}",
     ),
     "loss": ({"loss": {"_target_": f"{BROKEN}.loss", "rollout": 4}}, f"loss is nan at {at(-1)}"),
-    "infinite loss": ({"loss": {"_target_": f"{BROKEN}.loss", "rollout": 4, "value": "inf"}}, f"loss is inf at {at(-1)}"),
-    "gradient": ({"loss": {"_target_": f"{BROKEN}.steep", "rollout": 4}}, "gradient of model.embed_tokens.weight is nan"),
+    "infinite loss": (
+        {"loss": {"_target_": f"{BROKEN}.loss", "rollout": 4, "value": "inf"}},
+        f"loss is inf at {at(-1)}",
+    ),
+    "gradient": (
+        {"loss": {"_target_": f"{BROKEN}.steep", "rollout": 4}},
+        "gradient of model.embed_tokens.weight is nan",
+    ),
     "correction": (
         {"correction": {"x": {"_target_": f"{BROKEN}.correct", "rollout": 4}}, "old_logprobs": OldLogprobs.recomputed},
         f"correction is inf at {at(0)}",
@@ -96,7 +106,10 @@ def test_a_number_that_is_not_finite_is_named_its_step_skipped_and_its_batch_rep
     target = algo.get("loss", {"_target_": ""})["_target_"]
     own = ["--loss", target] if target.startswith(BROKEN) else []
     command = " ".join([str(folder), *own])
-    assert capsys.readouterr().out == f"step 12: {said}; the update is skipped; the batch is kept: python -m hybrid_rl.replay {command}\n"
+    assert (
+        capsys.readouterr().out
+        == f"step 12: {said}; the update is skipped; the batch is kept: python -m hybrid_rl.replay {command}\n"
+    )
     assert json.loads((folder / "batch.json").read_text())["fault"]["what"] in said
     assert replay.main([str(folder), "--device", "cpu", *own]) == 1
     output = capsys.readouterr().out
@@ -134,17 +147,24 @@ def test_a_models_log_probabilities_and_values(folder_of, tmp_path, capsys, wher
     s = session(good, tmp_path, **algo)
     learner = make_learner(s, 0)
     faults = faults_of(learner)
-    broken = {"reference": lambda: learner.roles.reference.model, "teacher": lambda: learner.roles.teacher.model, "value": lambda: learner.critic.model}
+    broken = {
+        "reference": lambda: learner.roles.reference.model,
+        "teacher": lambda: learner.roles.teacher.model,
+        "value": lambda: learner.critic.model,
+    }
     with_bad_embedding(broken.get(where, lambda: good)(), token)
     if where == "current":  # weights that are broken already: no skipped step would help
         with pytest.raises(
-            TrainingDiverged, match=r"after the update of step 3 the policy's model\.embed_tokens\.weight is infinite or NaN"
+            TrainingDiverged,
+            match=r"after the update of step 3 the policy's model\.embed_tokens\.weight is infinite or NaN",
         ):
             learner.learn(b, 3)
     else:
         assert learner.learn(b, 3)[0]["skipped"] == 1
     (fault,) = faults
-    name = {"current": "log-probability", "value": "value"}.get(where, f"{where}'s log-probability").replace("recomputed's", "recomputed")
+    name = {"current": "log-probability", "value": "value"}.get(where, f"{where}'s log-probability").replace(
+        "recomputed's", "recomputed"
+    )
     assert fault.what == name
     assert (fault.group_id, fault.index) == min((r.group_id, r.index) for r in affected)
     assert replay.main([str(tmp_path)]) == 1
@@ -197,7 +217,9 @@ def test_a_sound_batch_after_a_bad_one_starts_the_count_again(policy, tmp_path):
 def test_weights_that_an_update_broke_end_the_run_before_anyone_uses_them(policy, tmp_path):
     s = session(policy, tmp_path)
     s.config.rl.optimizer.lr = 3e38
-    with pytest.raises(TrainingDiverged, match=r"after the update of step 7 the policy's model\.\S+ is infinite or NaN"):
+    with pytest.raises(
+        TrainingDiverged, match=r"after the update of step 7 the policy's model\.\S+ is infinite or NaN"
+    ):
         make_learner(s, 0).learn(batch(), 7)
 
 
@@ -208,7 +230,9 @@ def test_broken_weights_are_not_handed_over(policy):
     hand_over(policy, engine, 3)
     with torch.no_grad():
         policy.model.model.norm.weight[0] = math.inf
-    with pytest.raises(HandoverError, match=r"model\.norm\.weight of the policy's weights is infinite or NaN \(version 4\)"):
+    with pytest.raises(
+        HandoverError, match=r"model\.norm\.weight of the policy's weights is infinite or NaN \(version 4\)"
+    ):
         hand_over(policy, engine, 4)
     assert engine.version == 3
 
@@ -222,7 +246,9 @@ def test_sft_names_its_example(policy, tmp_path, capsys, folder_of):
     done = imitate(policy, optimizer, demonstrations, 0.0)
     assert (done.numbers["skipped"], done.fault.what) == (1, "loss")
     assert done.fault.task_id == next(r.task_id for r in demonstrations if token in r.token_ids[:-1])
-    assert all(a.isfinite().all() == b.isfinite().all() for a, b in zip(before, policy.parameters.values(), strict=True))
+    assert all(
+        a.isfinite().all() == b.isfinite().all() for a, b in zip(before, policy.parameters.values(), strict=True)
+    )
 
 
 def test_an_sft_run_keeps_its_batch_and_ends(tmp_path, capsys, folder_of):
@@ -260,10 +286,19 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "imported": ({"_target_": "hybrid_rl.algo.ppo_clip.torch.load"}, "is not a loss of hybrid_rl"),
     "no file of algo": ({"_target_": "hybrid_rl.run_folder.files.write_text"}, "is not a loss of hybrid_rl"),
     "imported name": ({"_target_": "hybrid_rl.algo.ppo_clip.Tensor"}, "is not a loss of hybrid_rl"),
-    "nested": ({"_target_": "hybrid_rl.algo.ppo_clip.loss", "clip_low": {"_target_": "MARK"}}, "an argument with _target_"),
-    "deeper": ({"_target_": "hybrid_rl.algo.ppo_clip.loss", "clip_low": [{"a": {"_target_": "MARK"}}]}, "an argument with _target_"),
+    "nested": (
+        {"_target_": "hybrid_rl.algo.ppo_clip.loss", "clip_low": {"_target_": "MARK"}},
+        "an argument with _target_",
+    ),
+    "deeper": (
+        {"_target_": "hybrid_rl.algo.ppo_clip.loss", "clip_low": [{"a": {"_target_": "MARK"}}]},
+        "an argument with _target_",
+    ),
     "arguments": ({"_target_": "hybrid_rl.algo.ppo_clip.loss", "_args_": [1]}, "an argument with _args_"),
-    "nested in one's own": ({"_target_": "tests.broken.loss", "rollout": {"_target_": "MARK"}}, "an argument with _target_"),
+    "nested in one's own": (
+        {"_target_": "tests.broken.loss", "rollout": {"_target_": "MARK"}},
+        "an argument with _target_",
+    ),
     "a number": ({"_target_": 3}, "is not a loss of hybrid_rl"),
 }
 
@@ -272,7 +307,9 @@ HOSTILE: dict[str, tuple[Any, str]] = {
 def test_replay_runs_nothing_that_a_folder_names(case, tmp_path, capsys):
     """The marked target would leave a file; with a loss of one's own named, no other is allowed."""
     (tmp_path / "batch.json").write_text('{"kind": "policy"}')
-    mark = json.dumps(HOSTILE[case][0]).replace('"MARK"', json.dumps("pathlib.Path.touch") + f', "self": "{tmp_path}/ran"')
+    mark = json.dumps(HOSTILE[case][0]).replace(
+        '"MARK"', json.dumps("pathlib.Path.touch") + f', "self": "{tmp_path}/ran"'
+    )
     (tmp_path / "config.yaml").write_text('{"algo": {"loss": ' + mark + "}}")
     assert replay.main([str(tmp_path), "--loss", "tests.broken.loss"]) == 2
     said = capsys.readouterr()
@@ -281,7 +318,9 @@ def test_replay_runs_nothing_that_a_folder_names(case, tmp_path, capsys):
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("text", ["[", "[]", "a: ${b}", "algo: 3", "[" * 5000, "algo: {loss: {_target_: '${oc.env:NO_SUCH}'}}"])
+@pytest.mark.parametrize(
+    "text", ["[", "[]", "a: ${b}", "algo: 3", "[" * 5000, "algo: {loss: {_target_: '${oc.env:NO_SUCH}'}}"]
+)
 def test_replay_of_a_damaged_folder_is_one_line(text, tmp_path, capsys):
     (tmp_path / "batch.json").write_text('{"kind": "policy"}')
     (tmp_path / "config.yaml").write_text(text)
@@ -329,7 +368,10 @@ def test_ranks_skip_together(tiny_folder, tmp_path, capsys, case, shard):
     algo, said = CASES[case]
     results = on_ranks(2, learns_on, tiny_folder, tmp_path, algo, PolicyConfig(shard=shard))
     first = "model.embed_tokens.weight"
-    assert all((skipped, still, sound, broken, later) == (1, True, 0, None, first) for skipped, still, _, sound, broken, later in results)
+    assert all(
+        (skipped, still, sound, broken, later) == (1, True, 0, None, first)
+        for skipped, still, _, sound, broken, later in results
+    )
     if case != "gradient":  # each knows of its own rows
         assert {fault for _, _, fault, *_ in results} == {said}
     recorded = json.loads((tmp_path / "bad" / "step_000012" / "batch.json").read_text())

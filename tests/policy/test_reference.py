@@ -62,7 +62,10 @@ def scored(reference: Frozen) -> Tensor:
 
 
 def whole(policy: Policy) -> dict[str, Tensor]:
-    return {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for name, p in policy.parameters.items()}
+    return {
+        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+        for name, p in policy.parameters.items()
+    }
 
 
 def storages(policy: Policy) -> int:
@@ -94,31 +97,47 @@ def freeze(ranks: Ranks, model_folder: Path, folder: Path, settings: PolicyConfi
     found["resumed"] = torch.equal(scored(resumed), distant)
     for copy in (reference, resumed):
         with copy.awake() as model:
-            found["weights stay"] = found.get("weights stay", True) and all(torch.equal(p, begin[n]) for n, p in whole(model).items())
+            found["weights stay"] = found.get("weights stay", True) and all(
+                torch.equal(p, begin[n]) for n, p in whole(model).items()
+            )
         found["free"] = not any(p.requires_grad for p in copy.model.parameters.values())
     found["idle again"] = storages(reference.model)
     return found
 
 
 @pytest.mark.parametrize("lora", [LoraConfig(), LORA], ids=["all weights", "adapters"])
-@pytest.mark.parametrize(("world", "offload"), [(1, Offload.none), (1, Offload.all), (2, Offload.all), (3, Offload.none)])
+@pytest.mark.parametrize(
+    ("world", "offload"), [(1, Offload.none), (1, Offload.all), (2, Offload.all), (3, Offload.none)]
+)
 def test_a_frozen_copy_is_the_policy_as_rl_began(tiny_folder, tmp_path, world, offload, lora):
     settings = rows_of(row_tokens=100, offload=offload, lora=lora, activation_checkpointing=world == 2)
     for found in every_rank(world, freeze, tiny_folder, tmp_path, settings):
-        for what in ("equal at first", "gradient unchanged", "policy moved", "scores stay", "weights stay", "resumed", "free"):
+        for what in (
+            "equal at first",
+            "gradient unchanged",
+            "policy moved",
+            "scores stay",
+            "weights stay",
+            "resumed",
+            "free",
+        ):
             assert found[what], what
         assert found["statistics"]["reference_kl"] == 0.0
         assert (found["idle bytes"] == 0) == (found["idle again"] == 0) == (offload == Offload.all and world > 1)
 
 
 def test_a_frozen_copy_in_half_precision(tiny_folder, tmp_path):
-    for found in on_ranks(2, freeze, tiny_folder, tmp_path, rows_of(row_tokens=100, dtype=Precision.bfloat16, lora=LORA)):
+    for found in on_ranks(
+        2, freeze, tiny_folder, tmp_path, rows_of(row_tokens=100, dtype=Precision.bfloat16, lora=LORA)
+    ):
         assert found["equal at first"] and found["scores stay"] and found["resumed"]  # noqa: PT018
         assert found["statistics"]["reference_kl"] == 0.0
 
 
 def resume(ranks: Ranks, model_folder: Path, folder: Path) -> Tensor:
-    return scored(made(Policy.load(model_folder, CPU, rows_of(row_tokens=100), ranks), model_folder, folder, Kind.frozen, start=2))
+    return scored(
+        made(Policy.load(model_folder, CPU, rows_of(row_tokens=100), ranks), model_folder, folder, Kind.frozen, start=2)
+    )
 
 
 def test_a_run_resumed_on_other_ranks_finds_its_reference(tiny_folder, tmp_path):
@@ -137,7 +156,9 @@ def lost(ranks: Ranks, model_folder: Path, folder: Path) -> str:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_resumed_run_whose_reference_is_gone_says_so(tiny_folder, tmp_path, world):
-    assert all("checkpoints/reference holds no complete reference" in m for m in every_rank(world, lost, tiny_folder, tmp_path))
+    assert all(
+        "checkpoints/reference holds no complete reference" in m for m in every_rank(world, lost, tiny_folder, tmp_path)
+    )
 
 
 # ---- the base --------------------------------------------------------------------------------------------------------
@@ -199,7 +220,9 @@ def test_k3_is_its_definition(pairs):
 
 
 def test_k3_by_hand():
-    assert k3(torch.tensor([-1.0, -2.0, -1.0]), torch.tensor([-1.0, -1.0, -2.0])).tolist() == pytest.approx([0, math.e - 2, 1 / math.e])
+    assert k3(torch.tensor([-1.0, -2.0, -1.0]), torch.tensor([-1.0, -1.0, -2.0])).tolist() == pytest.approx(
+        [0, math.e - 2, 1 / math.e]
+    )
     assert k3(torch.tensor([-90.0]), torch.tensor([0.0])).item() == pytest.approx(math.exp(20) - 21)
     assert k3(torch.tensor([0.0]), torch.tensor([-90.0])).item() == pytest.approx(19)
 
@@ -219,19 +242,26 @@ def with_distance(ranks: Ranks, folder: Path, distant: Tensor, coefficient: floa
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_the_gradient_of_loss_and_distance_is_the_textbooks(folder_of, tiny_folder, world):
     """Plain transformers in float64, one sample at a time; the reference is another model."""
-    model, other = (AutoModelForCausalLM.from_pretrained(folder_of("qwen3", seed), dtype=torch.float64) for seed in (0, 1))
-    other.load_state_dict({n: w + 0.1 * (other.state_dict()[n] - w) for n, w in model.state_dict().items()})  # not too far away
+    model, other = (
+        AutoModelForCausalLM.from_pretrained(folder_of("qwen3", seed), dtype=torch.float64) for seed in (0, 1)
+    )
+    other.load_state_dict(
+        {n: w + 0.1 * (other.state_dict()[n] - w) for n, w in model.state_dict().items()}
+    )  # not too far away
     total, distance, distant = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64), []
     for r, advantage in zip(rollouts(), ADVANTAGES, strict=True):
         sampled, ids = torch.tensor(r.loss_mask).bool()[1:], torch.tensor(r.token_ids)
         ours, theirs = (
-            (m(ids[None]).logits[0, :-1] / 0.7).log_softmax(-1).gather(-1, ids[1:, None])[:, 0][sampled] for m in (model, other)
+            (m(ids[None]).logits[0, :-1] / 0.7).log_softmax(-1).gather(-1, ids[1:, None])[:, 0][sampled]
+            for m in (model, other)
         )
         distant.append(theirs.detach())
         old = torch.tensor(r.logprobs, dtype=torch.float64)[1:][sampled]
         total = (
             total
-            + ppo_loss(Tokens(ours, old, old, torch.full_like(old, advantage), torch.zeros(len(old), dtype=torch.int64), old))[0].sum()
+            + ppo_loss(
+                Tokens(ours, old, old, torch.full_like(old, advantage), torch.zeros(len(old), dtype=torch.int64), old)
+            )[0].sum()
         )
         d = distant[-1] - ours
         distance = distance + (d.exp() - d - 1).sum()
@@ -242,7 +272,9 @@ def test_the_gradient_of_loss_and_distance_is_the_textbooks(folder_of, tiny_fold
         assert statistics["reference_kl"] == pytest.approx(float(distance.detach()) / count, rel=1e-4)
         assert statistics["loss"] == pytest.approx(float((total + 0.3 * distance).detach()) / count, rel=1e-4)
         for name, p in model.named_parameters():
-            torch.testing.assert_close(gradient[name].double(), p.grad, rtol=1e-3, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+            torch.testing.assert_close(
+                gradient[name].double(), p.grad, rtol=1e-3, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}"
+            )
 
 
 def test_without_a_coefficient_the_distance_is_only_reported(tiny_folder):
@@ -272,7 +304,11 @@ def trained(policy: Policy, model_folder: Path, folder: Path, reward: str, algo:
 def test_metrics_line_and_chart(tiny_folder, tmp_path, capsys, kind):
     policy = Policy.load(tiny_folder, CPU, rows_of(row_tokens=100, lora=LORA))
     steps = trained(
-        policy, tiny_folder, tmp_path, "hash_of_answer", AlgoConfig(reference=kind, kl=KlConfig(coef=0.1 if kind != Kind.none else 0.0))
+        policy,
+        tiny_folder,
+        tmp_path,
+        "hash_of_answer",
+        AlgoConfig(reference=kind, kl=KlConfig(coef=0.1 if kind != Kind.none else 0.0)),
     )
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     there = kind != Kind.none

@@ -139,7 +139,9 @@ def test_half_precision_computes_on_float32_parameters(tiny_folder, dtype, world
 
 
 def test_groups_of_ranks_must_be_equal(tiny_folder):
-    with pytest.raises(ModelError, match=r"policy.shard=3 does not divide the 4 ranks into equal groups; possible are 1, 2, 4"):
+    with pytest.raises(
+        ModelError, match=r"policy.shard=3 does not divide the 4 ranks into equal groups; possible are 1, 2, 4"
+    ):
         Policy.load(tiny_folder, CPU, PolicyConfig(shard=3), Ranks(0, 4))
 
 
@@ -164,7 +166,10 @@ def test_the_loss_scale_saves_gradients_that_float16_cannot_hold(tiny_folder):
 
 
 def sample(policy: Policy, engine: LocalEngine) -> list[tuple[list[int], list[float]]]:
-    out = {c.id: c for c in engine.generate([Request(i, [5, 9, 11 + i // 4], seed=i) for i in range(8)], Sampling(max_tokens=12))}
+    out = {
+        c.id: c
+        for c in engine.generate([Request(i, [5, 9, 11 + i // 4], seed=i) for i in range(8)], Sampling(max_tokens=12))
+    }
     return [(out[i].token_ids, out[i].logprobs) for i in sorted(out)]
 
 
@@ -172,9 +177,13 @@ def train_and_sample(ranks: Ranks, folder: Path, settings: PolicyConfig, steps: 
     """Turns of sampling and training; what was sampled in each, what lay in memory, and the weights at the end."""
     policy = Policy.load(folder, CPU, settings, ranks)
     engine = LocalEngine(policy.sampler, policy.end_ids(), 8, 64, policy.device, policy.dtype)
-    optimizer = Optimizer(policy.trainable, OptimizerConfig(lr=3e-3), steps, 3, offload=settings.offload != Offload.none)
+    optimizer = Optimizer(
+        policy.trainable, OptimizerConfig(lr=3e-3), steps, 3, offload=settings.offload != Offload.none
+    )
     turns, bytes_ = [], []
-    held = lambda: sum({local(t).untyped_storage().data_ptr(): local(t).untyped_storage().size() for t in owned()}.values())  # noqa: E731
+    held = lambda: sum(
+        {local(t).untyped_storage().data_ptr(): local(t).untyped_storage().size() for t in owned()}.values()
+    )  # noqa: E731
     owned = lambda: [*policy.parameters.values(), *optimizer.tensors().values()]  # noqa: E731
     for version in range(steps):
         hand_over(policy, engine, version, optimizer, verify=True)
@@ -197,7 +206,9 @@ def test_ranks_sample_from_what_they_train(tiny_folder, world, offload):
     for result in on_ranks(world, train_and_sample, tiny_folder, PolicyConfig(offload=offload), 4):
         for ours, theirs in zip(result["turns"], expected["turns"], strict=True):
             assert [ids for ids, _ in ours] == [ids for ids, _ in theirs]
-        compare([result["weights"]], [expected["weights"]], rtol=1e-3)  # Adam divides by the gradient's size, however small
+        compare(
+            [result["weights"]], [expected["weights"]], rtol=1e-3
+        )  # Adam divides by the gradient's size, however small
         parameters = sum(t.numel() for t in result["weights"].values()) * 4
         sampling, (training, freed) = result["bytes"][4:6]
         if offload == Offload.none:
@@ -210,7 +221,10 @@ def test_ranks_sample_from_what_they_train(tiny_folder, world, offload):
 
 
 def test_a_rank_holds_its_share_and_no_more(tiny_folder):
-    one, four = train_and_sample(Ranks(), tiny_folder, PolicyConfig(), 2), on_ranks(4, train_and_sample, tiny_folder, PolicyConfig(), 2)
+    one, four = (
+        train_and_sample(Ranks(), tiny_folder, PolicyConfig(), 2),
+        on_ranks(4, train_and_sample, tiny_folder, PolicyConfig(), 2),
+    )
     assert all(result["bytes"][-1][0] < 0.27 * one["bytes"][-1][0] for result in four)
 
 
@@ -218,7 +232,9 @@ def test_a_rank_holds_its_share_and_no_more(tiny_folder):
 
 
 @given(
-    sizes=st.lists(st.tuples(st.integers(1, 30), st.lists(st.integers(0, 60), min_size=1, max_size=6)), min_size=1, max_size=6),
+    sizes=st.lists(
+        st.tuples(st.integers(1, 30), st.lists(st.integers(0, 60), min_size=1, max_size=6)), min_size=1, max_size=6
+    ),
     world=st.integers(1, 5),
     layout=st.sampled_from(["trees", "packed", "padded"]),
 )
@@ -252,5 +268,11 @@ def test_what_is_exported_is_what_was_loaded(any_folder, tmp_path, world):
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", any_folder))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
-    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+    for name in (
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+    ):
         assert (tmp_path / "out" / name).exists() == (any_folder / name).exists()

@@ -40,7 +40,9 @@ ADVANTAGES = [0.5, -0.25, -0.25, 1.0, 0.0, -1.0]
 
 def reference_gradient(policy, batch: list[Rollout]) -> dict[str, torch.Tensor]:
     """Textbook GRPO in float64: plain attention on each sample alone, full logits, a python loop over tokens."""
-    model = AutoModelForCausalLM.from_pretrained(policy.model.config._name_or_path, dtype=torch.float64, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(
+        policy.model.config._name_or_path, dtype=torch.float64, attn_implementation="eager"
+    )
     model.load_state_dict({k: v.double() for k, v in policy.model.state_dict().items()})
     total, count = torch.zeros((), dtype=torch.float64), 0
     for r, advantage in zip(batch, ADVANTAGES, strict=True):
@@ -98,7 +100,9 @@ def test_statistics_at_unchanged_weights(policy):
     batch = rollouts()
     for r in batch:
         with torch.no_grad():
-            reference = AutoModelForCausalLM.from_pretrained(policy.model.config._name_or_path, attn_implementation="eager")
+            reference = AutoModelForCausalLM.from_pretrained(
+                policy.model.config._name_or_path, attn_implementation="eager"
+            )
             reference.load_state_dict(policy.model.state_dict())
             logprobs = torch.log_softmax(reference(torch.tensor([r.token_ids])).logits[0], -1)
         r.logprobs = [float(logprobs[t - 1, r.token_ids[t]]) if m else 0.0 for t, m in enumerate(r.loss_mask)]

@@ -28,12 +28,18 @@ def configured(*overrides: str):
     return OmegaConf.to_object(load([*SMALL, "rollout.max_prompt_tokens=200", *overrides]))
 
 
-@pytest.mark.parametrize("more", [[], ["algo.reference=frozen", "algo.kl.coef=0.01"], ["rl.keep_checkpoints=1", "rl.steps=3"]])
+@pytest.mark.parametrize(
+    "more", [[], ["algo.reference=frozen", "algo.kl.coef=0.01"], ["rl.keep_checkpoints=1", "rl.steps=3"]]
+)
 def test_the_disk_that_a_run_took_is_that_of_the_arithmetic(tmp_path: Path, more: list[str]):
-    config = configured("sft.steps=2", "rl.steps=2", "rl.checkpoint_every=1", "reward._target_=tests.faults.parts.hashed", *more)
+    config = configured(
+        "sft.steps=2", "rl.steps=2", "rl.checkpoint_every=1", "reward._target_=tests.faults.parts.hashed", *more
+    )
     assert stages.run(config, tmp_path) == 0
     parts = [f for name in ("checkpoints", "final", "base_model") for f in (tmp_path / name).rglob("*.safetensors")]
-    at_the_end = dataclasses.replace(config.rl, keep_checkpoints=config.rl.keep_checkpoints - 1)  # none is being written any more
+    at_the_end = dataclasses.replace(
+        config.rl, keep_checkpoints=config.rl.keep_checkpoints - 1
+    )  # none is being written any more
     expected = disk_bytes(dataclasses.replace(config, rl=at_the_end), measure(config, tmp_path / "base_model"))
     assert sum(f.stat().st_size for f in parts) == pytest.approx(expected, rel=0.03)
 
@@ -44,7 +50,11 @@ def test_rollouts_on_the_disk_are_those_of_the_arithmetic(tmp_path: Path):
     task = Task("t", ({"role": "user", "content": "?"},), "")
     for i in range(64):
         made = Rollout(
-            "t", 0, i, i, [numbers.randrange(150_000) for _ in range(100)] if not rollouts else list(rollouts[0].token_ids[:100])
+            "t",
+            0,
+            i,
+            i,
+            [numbers.randrange(150_000) for _ in range(100)] if not rollouts else list(rollouts[0].token_ids[:100]),
         )
         ids = [int(min(150_000, numbers.paretovariate(0.3))) for _ in range(512)]
         made.add_sampled(ids, [-numbers.expovariate(2) for _ in ids], [(1, len(ids))])
@@ -57,8 +67,13 @@ def test_rollouts_on_the_disk_are_those_of_the_arithmetic(tmp_path: Path):
     assert (tmp_path / "a.parquet").stat().st_size == pytest.approx(one, rel=0.3)
     evaluation = rollout_bytes(configured(*plain, "rl.steps=0"), 100)
     assert evaluation == one * 2 * 8 / 64
-    assert rollout_bytes(configured(*plain, "rl.steps=1000", "rollout.keep_steps=0"), 100) == 1000 * one + 2 * evaluation
-    assert rollout_bytes(configured(*plain, "rl.steps=1000", "rollout.keep_steps=9", "rl.eval_every=5"), 100) == 10 * one + 4 * evaluation
+    assert (
+        rollout_bytes(configured(*plain, "rl.steps=1000", "rollout.keep_steps=0"), 100) == 1000 * one + 2 * evaluation
+    )
+    assert (
+        rollout_bytes(configured(*plain, "rl.steps=1000", "rollout.keep_steps=9", "rl.eval_every=5"), 100)
+        == 10 * one + 4 * evaluation
+    )
 
 
 def test_too_little_disk(tmp_path: Path, capsys: pytest.CaptureFixture):
@@ -67,7 +82,8 @@ def test_too_little_disk(tmp_path: Path, capsys: pytest.CaptureFixture):
     line = capsys.readouterr().out.splitlines()[-1]
     free = r"and [\d.]+ GiB are free in " + re.escape(str(tmp_path))
     assert re.match(
-        rf"hybrid_rl: checkpoints and the exported model take \d+\.\d GiB, {free}; make room, choose another disk with output_dir,", line
+        rf"hybrid_rl: checkpoints and the exported model take \d+\.\d GiB, {free}; make room, choose another disk with output_dir,",
+        line,
     )
     assert not (tmp_path / "metrics.jsonl").exists()
 
@@ -85,11 +101,15 @@ def test_what_lies_there_already_is_not_missing(tmp_path: Path, tiny_folder: Pat
     check_room(config, sizes, CPU, Ranks(), tmp_path / "run")
 
 
-def test_too_little_memory(tmp_path: Path, tiny_folder: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
+def test_too_little_memory(
+    tmp_path: Path, tiny_folder: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
     """A model of terabytes, by its configuration alone; its weights are never opened."""
     shutil.copytree(tiny_folder, tmp_path / "model")
     config = json.loads((tmp_path / "model" / "config.json").read_text())
-    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "hidden_size": 2**16, "intermediate_size": 2**20}))
+    (tmp_path / "model" / "config.json").write_text(
+        json.dumps({**config, "hidden_size": 2**16, "intermediate_size": 2**20})
+    )
     monkeypatch.setattr(Policy, "load", None)
     assert stages.run(configured(f"model.path={tmp_path / 'model'}"), tmp_path / "run") == 1
     line = capsys.readouterr().out.splitlines()[-1]
@@ -108,7 +128,9 @@ def of_one_gib(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(budget, "free_memory", lambda: GIB)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(100 * GIB, 0, 100 * GIB))
     config = configured(f"model.path={tiny_folder}")
-    return config, dataclasses.replace(measure(config, tiny_folder), parameters=int(0.75 * GIB / 16), trainable=int(0.75 * GIB / 16))
+    return config, dataclasses.replace(
+        measure(config, tiny_folder), parameters=int(0.75 * GIB / 16), trainable=int(0.75 * GIB / 16)
+    )
 
 
 def test_two_ranks_of_a_machine_share_its_memory(of_one_gib, tmp_path: Path):

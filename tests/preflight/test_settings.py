@@ -8,7 +8,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from hybrid_rl.config import Config, ConfigError
-from hybrid_rl.preflight.settings import _keys, load
+from hybrid_rl.preflight.names import keys
+from hybrid_rl.preflight.settings import load
+from hybrid_rl.run import main
 
 REVERSE = "+recipe=reverse"
 
@@ -51,7 +53,7 @@ BAD = [
     ([REVERSE, "model.tiny.kv_heads=3"], "must divide model.tiny.heads=4"),
     ([REVERSE, "device=gpu"], "device=gpu (command line): there are: auto, cpu, cuda"),
     ([REVERSE, "resume=/no/such/run"], "must be never, auto, must, or the folder of a run"),
-    ([REVERSE, "model=qwen3"], "model.path= (conf/model/qwen3.yaml): is not a Hugging Face model folder"),
+    ([REVERSE, "preset=qwen3"], "model.path= (conf/preset/qwen3.yaml): is not a Hugging Face model folder"),
     ([REVERSE, "model.path=/no/such/model"], "model.path=/no/such/model (command line): is not a Hugging Face model folder"),
     ([REVERSE, "data.max_lenght=20"], "data.max_lenght=20 (command line): there is no such key; did you mean max_length?"),
     ([REVERSE, "+data.colour=red"], "takes no such argument"),
@@ -100,11 +102,49 @@ BAD = [
     ([REVERSE, "algo.reference=frosen"], "algo.reference=frosen"),
     ([REVERSE, "algo.kl.coef=0.1"], "algo.kl.coef=0.1 (command line): needs a model to measure the distance from; set algo.reference=frozen"),
     ([REVERSE, "algo.kl.coef=-0.1", "algo.reference=frozen"], "algo.kl.coef=-0.1 (command line): must be a number of at least 0"),
+    ([REVERSE, "rl.optimizer.lr=1e-5,2e-5"], "rl.optimizer.lr=1e-5,2e-5 (command line): several values are a sweep, which needs -m; a text with a comma needs quotes"),
+    ([REVERSE, "seed=0,1", "rl.steps=2,3"], "seed=0,1 (command line): several values are a sweep, which needs -m"),
+    ([REVERSE, "seed=range(1,3)"], "seed=range(1,3) (command line): several values are a sweep, which needs -m"),
+    ([REVERSE, "algo/loss=glob(*)"], "algo/loss=glob(*) (command line): several values are a sweep, which needs -m"),
+    ([REVERSE, "~sft"], "~sft (command line): a setting cannot be removed, only changed: sft=VALUE"),
+    ([REVERSE, "~rl.steps=20"], "~rl.steps=20 (command line): a setting cannot be removed, only changed"),
+    ([REVERSE, "~model"], "~model (command line): a setting cannot be removed, only changed"),
+    ([REVERSE, "sft=null"], "sft=null (command line): must not be null"),
+    ([REVERSE, "rl.optimizer.betas=null"], "rl.optimizer.betas=null (command line): must not be null"),
+    ([REVERSE, "rl.steps=???"], "rl.steps=??? (command line): has no value; set rl.steps"),
+    ([REVERSE, "name=???"], "name=??? (command line): has no value; set name"),
+    ([REVERSE, f"seed={10**23}"], f"seed={10**23} (command line): must be at most {2**63 - 1}"),
+    ([REVERSE, "data_seed=-1"], "data_seed=-1 (command line): must be at least 0"),
+    ([REVERSE, f"rl.steps={10**30}"], f"rl.steps={10**30} (command line): must be at most {2**31 - 1}"),
+    ([REVERSE, "name=../elsewhere"], "name=../elsewhere (command line): must be a plain name"),
+    ([REVERSE, "output_dir="], "output_dir= (command line): must be a folder; output_dir=. is the current one"),
+    (["recipe=mine"], "recipe=mine (command line): there is no such choice; there are: reverse, reverse_opd; a recipe is chosen with +recipe=NAME"),
+    (["recipe=reverse"], "recipe=reverse (command line): a recipe is added to the settings: +recipe=reverse"),
+    ([REVERSE, "algo.advantage=gae"], "algo.advantage=gae (command line): a part is chosen with a slash: algo/advantage=gae"),
+    ([REVERSE, "algo.loss=ppo"], "a part is chosen with a slash: algo/loss=ppo"),
+    ([REVERSE, "algo.correction=[tis]"], "a part is chosen with a slash: algo/correction=[tis]"),
+    ([REVERSE, "algo/loss=ppo"], "algo/loss=ppo (command line): there is no such choice; did you mean ppo_clip?"),
+    ([REVERSE, "rollout/batch_size=3"], "there is no such key; did you mean rollout.batch_size?"),
+    ([REVERSE, "logger=wandb"], "logger=wandb (command line): there is no such key; all of them: hybrid_rl/config.py, or --cfg job"),
+    ([REVERSE, "++x=1"], "x=1 (command line): there is no such key; all of them: hybrid_rl/config.py"),
+    ([REVERSE, "+rl.stepz=3"], "rl.stepz=3 (command line): there is no such key; did you mean rl.steps?"),
+    ([REVERSE, "+seed=3"], "+seed (command line): it is there already; leave the + out"),
+    ([REVERSE, "+algo=dapo"], "+algo (command line): it is there already; leave the + out"),
+    ([REVERSE, "reward.limit=3"], "reward.limit=3 (command line): there is no such key; there are: _target_; to add it, write +reward.limit=3"),
+    ([REVERSE, "engine.arguments.tp=2"], "there is no such key; to add it, write +engine.arguments.tp=2"),
+    ([REVERSE, "reward._target_=3"], "reward._target_=3 (command line): must be the path of a function: module.function"),
+    ([REVERSE, "reward._target_=f"], "reward._target_=f (command line): must be the path of a function: module.function"),
+    ([REVERSE, "reward._target_=null"], "reward._target_=None (command line): names no function"),
+    ([REVERSE, "algo.advantage._target_=3"], "algo.advantage._target_=3 (command line): must be the path of a function: module.function"),
+    ([REVERSE, "resume="], "resume= (command line): must be never, auto, must, or the folder of a run"),
+    ([REVERSE, "resume=/etc/passwd"], "resume=/etc/passwd (command line): must be never, auto, must, or the folder of a run"),
     ([REVERSE, "algo.kl.coef=nan", "algo.reference=frozen"], "must be a number of at least 0"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("overrides", "expected"), BAD, ids=lambda value: " ".join(value) if isinstance(value, list) else "")
+@pytest.mark.parametrize(
+    ("overrides", "expected"), BAD, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
+)
 def test_bad_settings(overrides, expected):
     with pytest.raises(ConfigError) as caught:
         load(overrides)
@@ -114,9 +154,13 @@ def test_bad_settings(overrides, expected):
 
 
 def test_adapters_without_peft(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, find=importlib.util.find_spec: None if name == "peft" else find(name))
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name, find=importlib.util.find_spec: None if name == "peft" else find(name)
+    )
     assert load([REVERSE]).policy.lora.rank == 0
-    with pytest.raises(ConfigError, match=r"policy.lora.rank=4 \(command line\): .* not installed; pip install 'hybrid_rl\[lora\]'$"):
+    with pytest.raises(
+        ConfigError, match=r"policy.lora.rank=4 \(command line\): .* not installed; pip install -e '.\[lora\]'$"
+    ):
         load([REVERSE, "policy.lora.rank=4"])
 
 
@@ -125,7 +169,9 @@ def test_every_default_can_be_overridden_without_plus():
     schema = OmegaConf.structured(Config)
     config = load([REVERSE])
     leaves = [
-        k for k in _keys(schema) if not OmegaConf.is_config(OmegaConf.select(schema, k)) or OmegaConf.is_list(OmegaConf.select(schema, k))
+        k
+        for k in keys(schema)
+        if not OmegaConf.is_config(OmegaConf.select(schema, k)) or OmegaConf.is_list(OmegaConf.select(schema, k))
     ]
     assert len(leaves) > 60
     values = OmegaConf.to_container(config, enum_to_str=True)
@@ -134,7 +180,15 @@ def test_every_default_can_be_overridden_without_plus():
         value = values
         for part in key.split("."):
             value = value[part]
-        if key not in ("name", "model.path", "model.tiny.words", "algo.teacher", "algo.critic.path", "algo.kl.unbiased"):
+        if key not in (
+            "name",
+            "model.path",
+            "model.tiny.words",
+            "algo.teacher",
+            "algo.critic.path",
+            "data_seed",
+            "algo.kl.unbiased",
+        ):
             given[key] = value
     assert load([REVERSE, *(f"{key}={value}" for key, value in given.items())]) == config
 
@@ -148,21 +202,58 @@ def test_the_recipe_is_the_worked_example():
 def test_the_model_brings_its_learning_rates(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_text("")
-    config = load([REVERSE, "model=qwen3", f"model.path={tmp_path}"])
+    config = load([REVERSE, "preset=qwen3", f"model.path={tmp_path}"])
     assert (config.rl.optimizer.lr, config.sft.optimizer.lr) == (3e-6, 2e-5)
-    assert load([REVERSE, "model=qwen3", f"model.path={tmp_path}", "rl.optimizer.lr=1e-5"]).rl.optimizer.lr == 1e-5
+    assert load([REVERSE, "preset=qwen3", f"model.path={tmp_path}", "rl.optimizer.lr=1e-5"]).rl.optimizer.lr == 1e-5
 
 
 def cli(*arguments, **kwargs):
-    return subprocess.run([sys.executable, "-m", "hybrid_rl.run", *arguments], capture_output=True, text=True, timeout=60, **kwargs)
+    return subprocess.run(
+        [sys.executable, "-m", "hybrid_rl.run", *arguments], capture_output=True, text=True, timeout=60, **kwargs
+    )
 
 
 def test_the_command_reports_in_one_line_and_exits_with_2(tmp_path):
     result = cli(REVERSE, "rollout.group_sise=8", cwd=tmp_path)
     assert result.returncode == 2
     assert result.stdout == ""
-    assert result.stderr == "hybrid_rl: rollout.group_sise=8 (command line): there is no such key; did you mean rollout.group_size?\n"
+    assert (
+        result.stderr
+        == "hybrid_rl: rollout.group_sise=8 (command line): there is no such key; did you mean rollout.group_size?\n"
+    )
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([REVERSE, "hydra.run.dir=/proc/x"], "hydra.run.dir=/proc/x: cannot be written to: No such file or directory; choose another folder"),
+        ([REVERSE, "hydra.run.dir={file}"], "hydra.run.dir={file}: {file} is a file; choose another folder"),
+        ([REVERSE, "hydra.run.dir={file}/in"], "hydra.run.dir={file}/in: {file} is a file; choose another folder"),
+        ([REVERSE, "output_dir=/proc/x"], "output_dir=/proc/x: cannot be written to: No such file or directory; choose another folder"),
+        ([REVERSE, "-m", "hydra.sweep.dir=/proc/x", "seed=0,1"], "hydra.sweep.dir=/proc/x: cannot be written to: No such file or directory; choose another folder"),
+        ([REVERSE, "-m", "hydra/launcher=nowhere", "seed=0,1"], "hydra/launcher=nowhere (command line): there is no such launcher; install its plugin, hydra-nowhere-launcher perhaps"),
+        ([REVERSE, "hydra.run.dir=null"], "hydra.run.dir=null (command line): must not be null"),
+        ([REVERSE, "hydra.jog.chdir=true"], "hydra.jog.chdir (command line): there is no such key of Hydra's"),
+        ([REVERSE, "hydra=3"], "Config group override must be a string or a list. Got int"),
+        ([REVERSE, "--config-name=mine"], "--config-name=mine: is not supported; settings of your own are recipes: --config-dir FOLDER +recipe=NAME"),
+        ([REVERSE, "-m", "resume=.", "seed=0,1"], "resume=.: a sweep starts its own runs; go on with one of them without -m"),
+        ([REVERSE, f"hydra.run.dir=/tmp/{'x' * 300}"], f"hydra.run.dir=/tmp/{'x' * 300}: cannot be written to: File name too long; choose another folder"),
+        ([f"resume=/tmp/{'x' * 300}"], f"resume=/tmp/{'x' * 300} (command line): must be never, auto, must, or the folder of a run"),
+        (["hydra.run.dir=elsewhere", "resume=."], "hydra.run.dir=elsewhere: resume=. names another folder; leave one of them out"),
+        ([REVERSE, "hydra.run.dir={folder}", "resume=must"], "resume=must: there is no run in {folder} to go on with"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)  # fmt: skip
+def test_folders_and_hydra_s_own_settings(tmp_path, monkeypatch, capsys, arguments, expected):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(load([REVERSE])))
+    monkeypatch.chdir(tmp_path)
+    places = {"file": tmp_path / "file", "folder": tmp_path / "new"}
+    assert main([a.format(**places) for a in arguments]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err == f"hybrid_rl: {expected.format(**places)}\n"
 
 
 def test_one_bad_job_stops_a_sweep_before_it_starts(tmp_path):
@@ -189,9 +280,7 @@ def test_the_resolved_configuration_is_shown(tmp_path):
 
 def test_a_folder_of_ones_own_recipes(tmp_path):
     (tmp_path / "recipe").mkdir()
-    text = (
-        "# @package _global_\nname: mine\ndata: {_target_: hybrid_rl.data.files.load_tasks, rl: a.jsonl, eval: b.jsonl}\nrl: {steps: 7}\n"
-    )
+    text = "# @package _global_\nname: mine\ndata: {_target_: hybrid_rl.data.files.load_tasks, rl: a.jsonl, eval: b.jsonl}\nrl: {steps: 7}\n"
     (tmp_path / "recipe" / "mine.yaml").write_text(text + "reward: {_target_: hybrid_rl.recipes.reverse.similarity}\n")
     assert load(["+recipe=mine"], tmp_path).rl.steps == 7
     with pytest.raises(ConfigError, match="there are: mine, reverse"):
@@ -200,7 +289,9 @@ def test_a_folder_of_ones_own_recipes(tmp_path):
 
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="SGLang is installed")
 def test_an_engine_that_is_not_installed_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"engine.kind=.*SGLang is not installed; pip install -e '\.\[sglang\]', or engine=local"):
+    with pytest.raises(
+        ConfigError, match=r"engine.kind=.*SGLang is not installed; pip install -e '\.\[sglang\]', or engine=local"
+    ):
         load([REVERSE, "engine=sglang"])
 
 
@@ -209,13 +300,17 @@ def test_functions_that_only_running_a_module_would_show_are_taken(target):
     load([REVERSE, f"reward._target_=tests.rewards_elsewhere.{target}"])
 
 
-@pytest.mark.parametrize("more", [["reward._target_=math.fsum"], ["reward._target_=tests.rewards.with_a_limit", "+reward._args_=[1,2,3]"]])
+@pytest.mark.parametrize(
+    "more", [["reward._target_=math.fsum"], ["reward._target_=tests.rewards.with_a_limit", "+reward._args_=[1,2,3]"]]
+)
 def test_functions_that_cannot_be_looked_into_are_taken(more):
     load([REVERSE, *more])
 
 
 def test_k1_is_a_loss_where_it_is_unbiased():
-    load([REVERSE, "algo.kl.coef=0.1", "algo.reference=frozen", "algo.kl.estimator=k1"])  # four updates a batch: weighted by the ratio
+    load(
+        [REVERSE, "algo.kl.coef=0.1", "algo.reference=frozen", "algo.kl.estimator=k1"]
+    )  # four updates a batch: weighted by the ratio
 
 
 OWN = """import torch  # not loaded by a check
@@ -265,5 +360,7 @@ def test_null_is_no_dual_clip():
 def test_a_recipe_that_is_not_python_is_named(tmp_path, monkeypatch):
     (tmp_path / "not_python.py").write_text("def reward(completion, task):\n    return 1.0 if\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match=r"reward\._target_=not_python\.reward .*/not_python\.py is not Python: .* line 2\)"):
+    with pytest.raises(
+        ConfigError, match=r"reward\._target_=not_python\.reward .*/not_python\.py is not Python: .* line 2\)"
+    ):
         load([REVERSE, "reward._target_=not_python.reward"])

@@ -74,7 +74,10 @@ def test_other_ends_are_told_of(name):
 
 def test_signals_to_the_group_leave_it_alone():
     """Ctrl-C and SIGTERM ask the run to stop, which it does in its own time."""
-    assert bounded(lambda begin: [os.kill(os.getpid(), number) for number in (signal.SIGTERM, signal.SIGINT)], 5) == [None, None]
+    assert bounded(lambda begin: [os.kill(os.getpid(), number) for number in (signal.SIGTERM, signal.SIGINT)], 5) == [
+        None,
+        None,
+    ]
 
 
 def test_a_library_may_not_write_over_the_run(capfd):

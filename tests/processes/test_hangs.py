@@ -90,13 +90,30 @@ def works_in(process: psutil.Process, folder: Path) -> bool:
 
 SIGNAL = "reward._target_=tests.rewards.hash_of_answer"  # or there is nothing to update
 WHERE = {
-    "update": (["algo.loss._target_=tests.hangs.loss", "+algo.loss.rank=1", SIGNAL], "update", "in sleeps_in_the_loss", 1),
-    "reward": (["reward._target_=tests.rewards.hangs_on_rank_1", "rollout.reward_timeout=1000"], "eval", "in finish", 1),
-    "alone": (["algo.loss._target_=tests.hangs.loss", "+algo.loss.rank=0", SIGNAL, "ranks=1"], "update", "in sleeps_in_the_loss", 0),
+    "update": (
+        ["algo.loss._target_=tests.hangs.loss", "+algo.loss.rank=1", SIGNAL],
+        "update",
+        "in sleeps_in_the_loss",
+        1,
+    ),
+    "reward": (
+        ["reward._target_=tests.rewards.hangs_on_rank_1", "rollout.reward_timeout=1000"],
+        "eval",
+        "in finish",
+        1,
+    ),
+    "alone": (
+        ["algo.loss._target_=tests.hangs.loss", "+algo.loss.rank=0", SIGNAL, "ranks=1"],
+        "update",
+        "in sleeps_in_the_loss",
+        0,
+    ),
 }
 
 
-@pytest.mark.parametrize("where", ["update", pytest.param("reward", marks=pytest.mark.slow), pytest.param("alone", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "where", ["update", pytest.param("reward", marks=pytest.mark.slow), pytest.param("alone", marks=pytest.mark.slow)]
+)
 def test_a_run_in_which_a_rank_sleeps_for_ever(tmp_path: Path, where: str):
     """In the update the other one is inside a collective of FSDP's own, which says nothing of waiting: the stack does."""
     overrides, phase, frame, rank = WHERE[where]

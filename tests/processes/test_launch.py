@@ -27,7 +27,17 @@ from tests import rank_program
 ROOT = Path(__file__).parents[2]
 RUN = ["-m", "hybrid_rl.run", "+recipe=reverse", "device=cpu"]
 OWN = [sys.executable, *RUN, "ranks=2"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost", "--nproc-per-node", "2", *RUN]
+TORCHRUN = [
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--local-addr",
+    "localhost",
+    "--nproc-per-node",
+    "2",
+    *RUN,
+]
 ACCELERATE = [
     sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--use_fsdp", "--num_processes", "2", "--num_machines", "1",
     "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0", *RUN,
@@ -62,7 +72,9 @@ def start(tmp_path) -> Iterator[Start]:
         return process
 
     yield start
-    left = [p for process in started for p in tree(process.pid)] + [p for fact in facts(tmp_path) for p in tree(fact["pid"])]
+    left = [p for process in started for p in tree(process.pid)] + [
+        p for fact in facts(tmp_path) for p in tree(fact["pid"])
+    ]
     for process in started:
         process.terminate()
     for process in psutil.wait_procs(left, timeout=5)[1]:
@@ -165,7 +177,11 @@ def test_every_socket_is_on_the_loopback_interface(start, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("does", "error"), [("second_raises", "ValueError: this is not right"), ("main_raises_for_all", "IndexError: list index out of range")]
+    ("does", "error"),
+    [
+        ("second_raises", "ValueError: this is not right"),
+        ("main_raises_for_all", "IndexError: list index out of range"),
+    ],
 )
 def test_the_rank_that_fails_speaks_alone(start, does, error):
     output = end(start(does, OWN), code=1)
@@ -177,7 +193,11 @@ def test_the_rank_that_fails_speaks_alone(start, does, error):
 @pytest.mark.slow
 def test_under_torchrun_the_rank_that_fails_speaks_first(start):
     output = end(start("second_raises", TORCHRUN), code=1)
-    assert output.index("hybrid_rl: rank 1 failed") < output.index("ValueError: this is not right") < output.index("ChildFailedError")
+    assert (
+        output.index("hybrid_rl: rank 1 failed")
+        < output.index("ValueError: this is not right")
+        < output.index("ChildFailedError")
+    )
     assert "rank 0 failed" not in output
 
 
@@ -206,7 +226,10 @@ def test_a_rank_that_hangs_is_named_with_its_stack(start, tmp_path, does, phase,
     assert time.monotonic() - begun >= 3
     assert time.monotonic() - since < 15
     lines = output.splitlines()
-    assert re.fullmatch(rf"hybrid_rl: rank 1 hangs in phase {phase}: no progress since \d\d:\d\d:\d\d \(\d+ s\), rank_timeout=3", lines[0])
+    assert re.fullmatch(
+        rf"hybrid_rl: rank 1 hangs in phase {phase}: no progress since \d\d:\d\d:\d\d \(\d+ s\), rank_timeout=3",
+        lines[0],
+    )
     own = lines.index(f"  rank 1, phase {phase}, hangs:")
     assert lines[own + 1].endswith(frame)
     assert any(line.startswith("  rank 0") and line.endswith("waits for the others:") for line in lines)
@@ -221,14 +244,20 @@ def test_a_rank_that_hangs_is_named_with_its_stack(start, tmp_path, does, phase,
     ("does", "said", "doing"),
     [
         ("first_hangs_after_the_second_has_ended", "rank 0 hangs in phase after rollout", "phase after rollout, hangs"),
-        ("first_waits_for_the_second_that_has_ended", "rank 0 waits for rank 1 (ended)", "phase update, waits for the others"),
+        (
+            "first_waits_for_the_second_that_has_ended",
+            "rank 0 waits for rank 1 (ended)",
+            "phase update, waits for the others",
+        ),
     ],
 )
 def test_a_rank_that_hangs_is_seen_after_another_has_ended(start, tmp_path, does, said, doing):
     process = start(does, [*OWN, "rank_timeout=3"])
     processes = at_work(process, tmp_path)
     lines = end(process, code=1).splitlines()
-    assert re.fullmatch(rf"hybrid_rl: {re.escape(said)}: no progress since \d\d:\d\d:\d\d \(\d+ s\), rank_timeout=3", lines[0])
+    assert re.fullmatch(
+        rf"hybrid_rl: {re.escape(said)}: no progress since \d\d:\d\d:\d\d \(\d+ s\), rank_timeout=3", lines[0]
+    )
     assert f"  rank 0, {doing}:" in lines
     assert not any("rank 1, " in line for line in lines)
     assert_gone(processes)
@@ -343,7 +372,9 @@ def test_a_signal_ends_a_sweep_with_its_job(start, tmp_path):
 
 
 def test_bad_settings_are_said_once(start, tmp_path):
-    assert end(start("agrees", [*OWN, "rl.steps=-1"]), code=2).splitlines() == ["hybrid_rl: rl.steps=-1 (command line): must be at least 0"]
+    assert end(start("agrees", [*OWN, "rl.steps=-1"]), code=2).splitlines() == [
+        "hybrid_rl: rl.steps=-1 (command line): must be at least 0"
+    ]
     assert end(start("agrees", [*TORCHRUN, "rl.steps=-1"]), code=1).count("hybrid_rl: ") == 1  # torchrun's exit code
     assert not (tmp_path / "outputs").exists()
 
@@ -373,7 +404,14 @@ def test_ranks_that_do_not_fit(start, tmp_path, arguments, world, expected):
 
 @pytest.mark.parametrize(
     ("overrides", "gpus", "ranks"),
-    [([], 0, 1), ([], 2, 2), (["ranks=1"], 2, 1), (["ranks=4", "device=cpu"], 2, 4), (["ranks=3"], 2, None), (["ranks=3"], 0, 3)],
+    [
+        ([], 0, 1),
+        ([], 2, 2),
+        (["ranks=1"], 2, 1),
+        (["ranks=4", "device=cpu"], 2, 4),
+        (["ranks=3"], 2, None),
+        (["ranks=3"], 0, 3),
+    ],
 )
 def test_one_rank_for_each_gpu(monkeypatch, tmp_path, overrides, gpus, ranks):
     """None: refused. On the CPU as many as wanted."""

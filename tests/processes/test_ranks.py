@@ -31,7 +31,11 @@ def test_every_rank_learns_the_same(world):
         "sum": [float(world), float(sum(range(world)))],
     }
     assert on_ranks(world, everything) == [expected] * world
-    assert everything(Ranks()) == {"gathered": [{"rank": 0}], "main": "from 0", "sum": [1.0, 0.0]}  # no process group at all
+    assert everything(Ranks()) == {
+        "gathered": [{"rank": 0}],
+        "main": "from 0",
+        "sum": [1.0, 0.0],
+    }  # no process group at all
 
 
 def failing_main(ranks: Ranks) -> str:

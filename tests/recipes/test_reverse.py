@@ -44,7 +44,10 @@ def test_ratio_depends_on_the_order_of_its_arguments():
 
 def test_sets_never_meet():
     sets = load_tasks(**SIZES)
-    texts = {name: {t.messages[-1]["content"] for t in tasks} for name, tasks in (("sft", sets.sft), ("rl", sets.rl), ("eval", sets.eval))}
+    texts = {
+        name: {t.messages[-1]["content"] for t in tasks}
+        for name, tasks in (("sft", sets.sft), ("rl", sets.rl), ("eval", sets.eval))
+    }
     assert len(sets.eval) == 128
     assert len(sets.rl) > 1000
     assert len(sets.sft) > 5000

@@ -88,7 +88,10 @@ def test_two_points_are_no_curve(tmp_path: Path) -> None:
 
 def test_the_band_of_the_reward_ends_at_the_rewards_of_its_step(tmp_path: Path) -> None:
     ranges = [(0.0, 1.0), (0.25, 1.0), (0.0, 0.75)]
-    write_metrics(tmp_path, [rl(s, reward=0.5, reward_std=2.0, reward_min=low, reward_max=high) for s, (low, high) in enumerate(ranges, 1)])
+    write_metrics(
+        tmp_path,
+        [rl(s, reward=0.5, reward_std=2.0, reward_min=low, reward_max=high) for s, (low, high) in enumerate(ranges, 1)],
+    )
     (band,) = drawn(write_report(tmp_path).read_text("utf-8"), "Reward")["band 1"]
     near(band, [(1, 0.0), (2, 0.25), (3, 0.0), (3, 0.75), (2, 1.0), (1, 1.0)])
     write_metrics(tmp_path, [rl(s, reward=0.5, reward_std=0.25) for s in (1, 2, 3)])  # metrics of old have no range

@@ -108,7 +108,14 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
     )
     measured = [
-        {"stage": "eval", "name": name.removeprefix("eval/"), "step": 0, "reward": reward, "reward_std": 0.16, "tasks": 64}
+        {
+            "stage": "eval",
+            "name": name.removeprefix("eval/"),
+            "step": 0,
+            "reward": reward,
+            "reward_std": 0.16,
+            "tasks": 64,
+        }
         for name, reward in evals.items()
     ]
     sft = [{"stage": "sft", "step": step, "loss": 3.0 / step, "lr": 0.002, "grad_norm": 0.9} for step in range(1, 20)]
@@ -151,8 +158,16 @@ def test_nothing_is_loaded_from_elsewhere(finished: Path) -> None:
 def test_hostile_completions_are_text(run: Path) -> None:
     config = "name: '</pre><script>alert(3)</script>'\n"
     (run / "config.yaml").write_text(config)
-    (run / "summary.json").write_text(json.dumps({"name": "<script>alert(4)</script>", "versions": {"<script>": "<b>"}}))
-    phases = {"stage": "rl", "step": 41, "seconds": {"<script>$": 1.0}, "parts": {"<script>$x_": 1.0, "b": 0.0}, "reward": 1.0}
+    (run / "summary.json").write_text(
+        json.dumps({"name": "<script>alert(4)</script>", "versions": {"<script>": "<b>"}})
+    )
+    phases = {
+        "stage": "rl",
+        "step": 41,
+        "seconds": {"<script>$": 1.0},
+        "parts": {"<script>$x_": 1.0, "b": 0.0},
+        "reward": 1.0,
+    }
     write_metrics(run, [phases])
     page = Page(write_report(run).read_text("utf-8"))
     assert "script" not in page.tags
@@ -261,7 +276,14 @@ def test_values_that_are_no_numbers_leave_gaps_and_are_counted(tmp_path: Path) -
         missing_groups=3,
     )
     bare: dict[str, object] = {"stage": "rl", "step": 4}
-    evaluation: dict[str, object] = {"stage": "eval", "name": "base", "step": 0, "reward": None, "tasks": 0, "reward_errors": 2}
+    evaluation: dict[str, object] = {
+        "stage": "eval",
+        "name": "base",
+        "step": 0,
+        "reward": None,
+        "tasks": 0,
+        "reward_errors": 2,
+    }
     write_metrics(tmp_path, [evaluation, rl(1), odd, rl(3), bare])
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write("[1]\nnull\n{\n\n" + json.dumps(rl(5)) + "\n")
@@ -325,13 +347,26 @@ def test_what_evaluations_find_right(tmp_path: Path) -> None:
     plain = [evaluation("base", 0, correct=0.1), evaluation("sft", 0, correct=0.2), evaluation("step", 2, correct=0.3)]
     write_metrics(tmp_path, [*plain, rl(1)])
     page = Page(write_report(tmp_path).read_text("utf-8"))
-    for text in ("Evaluation: correct", "share of samples", "30 %", "± 0.05 standard error, 4 tasks, 10 % correct", "20 % correct"):
+    for text in (
+        "Evaluation: correct",
+        "share of samples",
+        "30 %",
+        "± 0.05 standard error, 4 tasks, 10 % correct",
+        "20 % correct",
+    ):
         assert text in page.text, text
     assert "pass@" not in page.text
     shares: dict[str, object] = {"1": 0.3, "2": 0.4, "16": 0.6, "<script>": 0.9}
-    write_metrics(tmp_path, [*plain[:2], evaluation("step", 2, pass_at=shares, sources={"math": 0.5, "code": 0.4}), rl(1)])
+    write_metrics(
+        tmp_path, [*plain[:2], evaluation("step", 2, pass_at=shares, sources={"math": 0.5, "code": 0.4}), rl(1)]
+    )
     page = Page(write_report(tmp_path).read_text("utf-8"))
-    for text in ("Evaluation: pass@k", "pass@1 30 %pass@2 40 %pass@16 60 %pass@<script> 90 %", "Evaluation by source", "math 0.5"):
+    for text in (
+        "Evaluation: pass@k",
+        "pass@1 30 %pass@2 40 %pass@16 60 %pass@<script> 90 %",
+        "Evaluation by source",
+        "math 0.5",
+    ):
         assert text in page.text, text
     assert "script" not in page.tags
     write_metrics(tmp_path, [evaluation("base", 0), rl(1)])
@@ -340,7 +375,8 @@ def test_what_evaluations_find_right(tmp_path: Path) -> None:
 
 def test_the_policy_that_rl_begins_with_is_the_one_after_sft() -> None:
     evals: list[dict[str, object]] = [
-        evaluation(name, step) for name, step in (("rl", 4), ("base", 0), ("sft", 0), ("step", 2), ("step", 6), ("?", 2))
+        evaluation(name, step)
+        for name, step in (("rl", 4), ("base", 0), ("sft", 0), ("step", 2), ("step", 6), ("?", 2))
     ]
     assert [(e["name"], e["step"]) for e in _one_a_step(evals)] == [("sft", 0), ("step", 2), ("rl", 4), ("step", 6)], (
         "a finished run went on"
@@ -376,7 +412,12 @@ def test_same_files_same_bytes(run: Path) -> None:
     (run / "report.html").unlink()
     command = [sys.executable, "-m", "hybrid_rl.report", str(run)]
     done = subprocess.run(
-        command, capture_output=True, text=True, env=os.environ | {"PYTHONHASHSEED": "1"}, check=True, cwd=Path(__file__).parents[2]
+        command,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONHASHSEED": "1"},
+        check=True,
+        cwd=Path(__file__).parents[2],
     )
     assert done.stdout.strip() == str(run / "report.html")
     assert ((run / "report.html").read_bytes(), (run / "samples.md").read_bytes()) == first
@@ -420,7 +461,10 @@ def test_a_run_in_which_nothing_was_trained_says_so_in_large_letters(tmp_path: P
     silent, cut = {"trained": 0, "nothing_trained": "silent"}, {"trained": 0, "nothing_trained": "truncated"}
     write_metrics(tmp_path, [rl(1, **silent), rl(2, **silent), rl(3, **cut)])
     html = write_report(tmp_path).read_text("utf-8")
-    assert '<p class="nothing"><b>Nothing was trained</b>None of 3 RL steps had an update: in 2 of them every group was dropped' in html
+    assert (
+        '<p class="nothing"><b>Nothing was trained</b>None of 3 RL steps had an update: in 2 of them every group was dropped'
+        in html
+    )
     assert "in 1 of them every rollout reached rollout.max_tokens" in html
     assert "What to do: raise rollout.max_tokens" in html
     write_metrics(tmp_path, [rl(1, **silent), rl(2, trained=8, nothing_trained=None), rl(3, **silent)])
@@ -430,7 +474,9 @@ def test_a_run_in_which_nothing_was_trained_says_so_in_large_letters(tmp_path: P
     write_metrics(tmp_path, [rl(1), evaluation("base", 0)])
     assert "othing was trained" not in write_report(tmp_path).read_text("utf-8"), "a run of old does not say"
     write_metrics(tmp_path, [evaluation("base", 0)])
-    assert "othing was trained" not in write_report(tmp_path).read_text("utf-8"), "evaluations alone train nothing by intent"
+    assert "othing was trained" not in write_report(tmp_path).read_text("utf-8"), (
+        "evaluations alone train nothing by intent"
+    )
 
 
 def test_samples_of_the_first_a_middle_and_the_last_step(tmp_path: Path) -> None:
@@ -486,7 +532,9 @@ def test_no_number_ends_the_report(tmp_path: Path, case: str) -> None:
 
 
 def test_no_nesting_ends_the_report(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text(f'{DEEP}\n{{"stage": "rl", "step": 1, "reward": {DEEP}}}\n{json.dumps(rl(2))}\n')
+    (tmp_path / "metrics.jsonl").write_text(
+        f'{DEEP}\n{{"stage": "rl", "step": 1, "reward": {DEEP}}}\n{json.dumps(rl(2))}\n'
+    )
     (tmp_path / "summary.json").write_text(f'{{"name": {DEEP}}}')
     for settings in (f"name: {DEEP}", "seed: 2026-99-99", "name: !!timestamp x", "? [a]\n: 1", f"seed: {'9' * 5000}"):
         (tmp_path / "config.yaml").write_text(settings)

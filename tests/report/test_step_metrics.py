@@ -53,7 +53,13 @@ def rollout(sampled: Iterable[int], observed: Iterable[int] = (), group: int = 0
     return made
 
 
-def group(id: int, rewards: list[float | None], source: str = "", lengths: Iterable[int] = (), parts: dict[str, list[float]] = {}) -> Group:  # noqa: B006
+def group(
+    id: int,
+    rewards: list[float | None],
+    source: str = "",
+    lengths: Iterable[int] = (),
+    parts: dict[str, list[float]] = {},  # noqa: B006
+) -> Group:
     made = []
     for index, (reward, length) in enumerate(zip(rewards, lengths or [3] * len(rewards), strict=True)):
         r = rollout(range(length), group=id, index=index)
@@ -111,7 +117,12 @@ def test_reward_by_source() -> None:
 
 def test_rewards_at_the_end_of_floats_have_a_mean_and_a_spread() -> None:
     made = rollout_metrics(
-        Batch([group(0, [1.5e308, -1.5e308, 1.5e308, 1.5e308], "a", parts={"x": [1.5e308] * 4}), group(1, [1.5e308] * 4, "b")])
+        Batch(
+            [
+                group(0, [1.5e308, -1.5e308, 1.5e308, 1.5e308], "a", parts={"x": [1.5e308] * 4}),
+                group(1, [1.5e308] * 4, "b"),
+            ]
+        )
     )
     assert made["reward"] == pytest.approx(1.125e308)
     assert made["reward_std"] == pytest.approx(1.5e308 * (math.sqrt(7) / 4))
@@ -131,7 +142,9 @@ def test_the_numbers_of_a_steps_phases_are_the_slowest_and_largest_ranks() -> No
     mine, other = Phases(torch.device("cpu")), Phases(torch.device("cpu"))
     mine.seconds, mine.memory = {"rollout": 1.0, "update": 3.0}, {"rollout": (1.0, 2.0), "update": (5.0, 1.0)}
     other.seconds, other.memory = {"rollout": 4.0, "update": 1.0}, {"rollout": (2.0, 1.0), "update": (1.0, 1.0)}
-    assert phase_metrics(mine, Batch([group(0, [1.0], lengths=[4])], [group(1, [1.0], lengths=[6])]), TwoRanks(other)) == {  # type: ignore[arg-type]
+    assert phase_metrics(
+        mine, Batch([group(0, [1.0], lengths=[4])], [group(1, [1.0], lengths=[6])]), TwoRanks(other)
+    ) == {  # type: ignore[arg-type]
         "seconds": {"rollout": 4.0, "update": 3.0},
         "memory": {"rollout": [2.0, 2.0], "update": [5.0, 1.0]},
         "memory_gib": 5.0,
@@ -184,7 +197,10 @@ def course(key: str, values: Iterable[object]) -> list[dict[str, object]]:
 
 def test_a_run_that_learns_well_gives_no_alarm() -> None:
     shares = [0.02, 0.05, 0.49, 0.1] * 5
-    steps = [sound(entropy=e, mismatch_kl=1e-12, truncated=t, repetition=t) for e, t in zip(GOOD_ENTROPY, shares, strict=True)]
+    steps = [
+        sound(entropy=e, mismatch_kl=1e-12, truncated=t, repetition=t)
+        for e, t in zip(GOOD_ENTROPY, shares, strict=True)
+    ]
     assert begun(steps) == []
 
 
@@ -197,7 +213,10 @@ def test_a_run_that_learns_well_gives_no_alarm() -> None:
         ([0.2, 0.2, 0.2, 0.2, 0.2, 0.021, 0.019], [(7, "entropy")]),  # a policy that begins sure: a tenth counts
         ([0.03] * 9, []),
         ([0.01] * 9, []),
-        ([0.4] * 5 + [0.1] * 30 + [0.041, 0.039], [(37, "entropy")]),  # a tenth of the first steps, not of the last ones
+        (
+            [0.4] * 5 + [0.1] * 30 + [0.041, 0.039],
+            [(37, "entropy")],
+        ),  # a tenth of the first steps, not of the last ones
         ([1.77, None, math.nan, "0.0", 0.8], []),
     ],
 )
@@ -217,7 +236,10 @@ def test_a_step_without_an_update_is_not_judged_by_what_it_did_not_measure() -> 
     [
         ([0.011, 0.011, 0.009, 0.011, 0.011, 0.011], [(6, "mismatch_kl")]),
         ([1e-13] * 5 + [9e-4, 1.1e-3], [(7, "mismatch_kl")]),
-        ([2e-4, 2e-4, 5e-3, 2e-4, 2e-4, 1.9e-3, 2.1e-3], [(7, "mismatch_kl")]),  # 10 × the median: one odd step does not move it
+        (
+            [2e-4, 2e-4, 5e-3, 2e-4, 2e-4, 1.9e-3, 2.1e-3],
+            [(7, "mismatch_kl")],
+        ),  # 10 × the median: one odd step does not move it
         ([2e-4] * 4 + [5e-3], []),  # too early to know what is usual
         ([2e-3] * 5 + [9e-3] * 9, []),
         ([2e-3] * 5 + [1.5e-2] * 2 + [9e-3], []),
@@ -251,9 +273,14 @@ def test_a_part_of_the_reward_saturates() -> None:
     assert begun([part("format", 0.1), constant, constant, part("format", 0.1), constant, constant]) == []
     assert begun([constant] * 9) == [], "it never varied"
     assert begun([sound(), *[sound(parts_std={"format": 0.0, "truth": 0.0})] * 5]) == [], "the others are constant too"
-    assert begun([sound(), constant, constant, sound(parts_std={"truth": 0.2}), constant]) == [(5, "part:format")], "absent, not varying"
+    assert begun([sound(), constant, constant, sound(parts_std={"truth": 0.2}), constant]) == [(5, "part:format")], (
+        "absent, not varying"
+    )
     both = sound(parts={"a": 1, "b": 1, "c": 1}, parts_std={"a": 0.0, "b": 0.0, "c": 0.1})
-    assert begun([both | {"parts_std": {"a": 1.0, "b": 1.0, "c": 1.0}}, both, both, both]) == [(4, "part:a"), (4, "part:b")]
+    assert begun([both | {"parts_std": {"a": 1.0, "b": 1.0, "c": 1.0}}, both, both, both]) == [
+        (4, "part:a"),
+        (4, "part:b"),
+    ]
 
 
 @pytest.mark.parametrize("key", ["truncated", "repetition"])
@@ -264,7 +291,9 @@ def test_shares(key: str) -> None:
 def test_an_alarm_is_said_again_only_after_it_was_away() -> None:
     assert begun(course("truncated", [0.6, 0.4, 0.6, 0.4, 0.4, 0.4, 0.4, 0.6])) == [(1, "truncated")]
     assert begun(course("truncated", [0.6, *[0.4] * CALM, 0.6, 0.6])) == [(1, "truncated"), (CALM + 2, "truncated")]
-    assert begun(course("truncated", [0.6, *[0.4] * (CALM - 1), None, 0.6])) == [(1, "truncated")], "an unknown value is no calm"
+    assert begun(course("truncated", [0.6, *[0.4] * (CALM - 1), None, 0.6])) == [(1, "truncated")], (
+        "an unknown value is no calm"
+    )
 
 
 def test_limits_are_settings() -> None:

@@ -29,11 +29,19 @@ class Slowest(LocalEngine):
 
 
 def collect(
-    policy, reward: str | dict, seed: int = 0, steps: int = 1, engine_type=LocalEngine, slots: int = 64, config: RolloutConfig = CONFIG
+    policy,
+    reward: str | dict,
+    seed: int = 0,
+    steps: int = 1,
+    engine_type=LocalEngine,
+    slots: int = 64,
+    config: RolloutConfig = CONFIG,
 ):
     engine = engine_type(policy.model, policy.end_ids(), slots, 64)
     engine.set_version(4)
-    scorer = Scorer({"_target_": f"tests.rewards.{reward}"} if isinstance(reward, str) else reward, workers=1, timeout=5)
+    scorer = Scorer(
+        {"_target_": f"tests.rewards.{reward}"} if isinstance(reward, str) else reward, workers=1, timeout=5
+    )
     try:
         collector = Collector(engine, TASKS, policy.tokenizer, scorer, config, seed)
         return [collector.collect() for _ in range(steps)], collector
@@ -50,7 +58,9 @@ def test_a_step_has_its_full_number_of_scored_rollouts_in_task_order(policy):
     assert len(batch.rollouts) == 12
     assert [(r.group_id, r.index) for r in batch.rollouts] == [(g.id, i) for g in batch.groups for i in range(3)]
     for group in batch.groups:
-        prompt = policy.tokenizer.apply_chat_template(list(group.task.messages), add_generation_prompt=True, return_dict=False)
+        prompt = policy.tokenizer.apply_chat_template(
+            list(group.task.messages), add_generation_prompt=True, return_dict=False
+        )
         for r in group.rollouts:
             assert r.token_ids[: r.prompt_length] == prompt
             assert r.versions == [(4, r.sampled)]
@@ -108,7 +118,14 @@ def test_a_group_with_a_failed_reward_is_dropped_and_counted(policy):
     (batch,), _ = collect(
         policy,
         "raises_for_odd",
-        config=RolloutConfig(batch_size=12, group_size=3, max_tokens=6, max_prompt_tokens=40, max_replacements=20, max_reward_failures=0.9),
+        config=RolloutConfig(
+            batch_size=12,
+            group_size=3,
+            max_tokens=6,
+            max_prompt_tokens=40,
+            max_replacements=20,
+            max_reward_failures=0.9,
+        ),
     )
     assert batch.reward_errors > 0
     assert batch.reward_faults == {("unnamed", "ValueError"): batch.reward_errors}
@@ -118,13 +135,17 @@ def test_a_group_with_a_failed_reward_is_dropped_and_counted(policy):
 
 
 def test_when_every_reward_fails_the_run_ends_with_the_reason(policy):
-    with pytest.raises(RewardError, match=r"all \d+ rewards of a step failed; the last: RuntimeError: the checker is down"):
+    with pytest.raises(
+        RewardError, match=r"all \d+ rewards of a step failed; the last: RuntimeError: the checker is down"
+    ):
         collect(policy, "always_raises")
 
 
 def test_too_many_failures_end_the_run_with_one_line(policy):
     """A third of 30 tasks fail: just below and just above what is allowed. Replacements are asked for too, and count."""
-    few = RolloutConfig(batch_size=90, group_size=3, max_tokens=6, max_prompt_tokens=40, max_replacements=0, max_reward_failures=1 / 3)
+    few = RolloutConfig(
+        batch_size=90, group_size=3, max_tokens=6, max_prompt_tokens=40, max_replacements=0, max_reward_failures=1 / 3
+    )
     (batch,), _ = collect(policy, {"_target_": "tests.rewards.fails_every", "n": 3}, config=few)
     assert batch.reward_faults == {("unnamed", "TimeoutError"): 30}
     few.max_reward_failures = 0.33
@@ -137,7 +158,8 @@ def test_what_the_engine_samples_from_broken_weights_ends_the_run_by_name(policy
     with torch.no_grad():
         policy.model.model.norm.weight[0] = float("nan")
     with pytest.raises(
-        EngineError, match=r"completion of group \d+, rollout \d+: task t\d+: a log-probability is not .* but nan \(token \d+\)"
+        EngineError,
+        match=r"completion of group \d+, rollout \d+: task t\d+: a log-probability is not .* but nan \(token \d+\)",
     ):
         collect(policy, "hash_of_answer")
 
@@ -158,7 +180,11 @@ def test_a_restored_collector_goes_on_with_the_same_groups(policy):
 
 def test_request_seeds_differ_by_every_fact():
     seeds = {
-        request_seed(run, kind, group, index) for run in range(5) for kind in ("rl", "eval") for group in range(20) for index in range(16)
+        request_seed(run, kind, group, index)
+        for run in range(5)
+        for kind in ("rl", "eval")
+        for group in range(20)
+        for index in range(16)
     }
     assert len(seeds) == 5 * 2 * 20 * 16
 

@@ -54,7 +54,9 @@ class Use:
         """Mean of the last quarter less that of the second: the first is for what is made once."""
         quarter = len(self.taken) // 4
         second, last = self.taken[quarter : 2 * quarter], self.taken[-quarter:]
-        return {key: statistics.fmean(t[key] for t in last) - statistics.fmean(t[key] for t in second) for key in second[0]}
+        return {
+            key: statistics.fmean(t[key] for t in last) - statistics.fmean(t[key] for t in second) for key in second[0]
+        }
 
 
 class Scripted:
@@ -68,7 +70,9 @@ class Scripted:
             yield Completion(request.id, ids, [-1.0, -2.0, -0.5], [(0, 3)], "stop")
 
 
-def test_ten_thousand_prompts_with_sixteen_completions_each(tiny_folder: Path, record_property: Callable[[str, object], None]):
+def test_ten_thousand_prompts_with_sixteen_completions_each(
+    tiny_folder: Path, record_property: Callable[[str, object], None]
+):
     """Through collector and real reward processes, 100 prompts a step. Every reward is that of its own completion."""
     policy = Policy.load(tiny_folder, torch.device("cpu"))
     tasks = [Task(f"t{i}", ({"role": "user", "content": f"{i}"},), str(i)) for i in range(10_000)]
@@ -113,7 +117,11 @@ class Lines(Metrics):
 def test_two_thousand_steps(tmp_path: Path, record_property: Callable[[str, object], None]):
     """The smallest model there is, with everything real: engine, reward process, update, files, checkpoints."""
     folder = tmp_path / "model"
-    tiny.create(folder, TinyConfig(layers=1, hidden_size=16, intermediate_size=16, heads=1, kv_heads=1, head_dim=16, words=WORDS), 0)
+    tiny.create(
+        folder,
+        TinyConfig(layers=1, hidden_size=16, intermediate_size=16, heads=1, kv_heads=1, head_dim=16, words=WORDS),
+        0,
+    )
     policy = Policy.load(folder, torch.device("cpu"))
     tasks = [Task(f"t{i}", ({"role": "user", "content": "x"},), str(i)) for i in range(50)]
     config = Config(

@@ -74,7 +74,9 @@ def test_an_incomplete_folder_does_not_count(policy, tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
-@pytest.mark.parametrize("file", ["policy.00000-of-00001.safetensors", "optimizer.00000-of-00001.safetensors", "state.json"])
+@pytest.mark.parametrize(
+    "file", ["policy.00000-of-00001.safetensors", "optimizer.00000-of-00001.safetensors", "state.json"]
+)
 def test_damage_is_found_and_named(policy, tmp_path, file, damage):
     optimizer = trained(policy)
     save(tmp_path, policy, optimizer, 1)
@@ -96,7 +98,9 @@ def test_another_models_weights_are_refused(policy, folder_of, tmp_path):
         checkpoint.latest(tmp_path).restore_policy(Policy.load(folder_of("llama"), torch.device("cpu")))
 
 
-@pytest.mark.parametrize("target", ["hybrid_rl.run_folder.checkpoint.os.fsync", "hybrid_rl.run_folder.checkpoint.save_file"])
+@pytest.mark.parametrize(
+    "target", ["hybrid_rl.run_folder.checkpoint.os.fsync", "hybrid_rl.run_folder.checkpoint.save_file"]
+)
 def test_a_full_disk_keeps_the_checkpoint_before_and_says_so(policy, tmp_path, monkeypatch, target):
     save(tmp_path, policy, None, 1)
 

@@ -55,7 +55,9 @@ def mixed(ranks: Ranks, size: int, rows: int = 5) -> StandIn:
     half = nn.Sequential(nn.Linear(3, 7, dtype=torch.bfloat16))
     if size:
         shard(half, {"Linear"}, make_mesh(ranks, size, torch.device("cpu")), torch.bfloat16)
-    policy.trainable |= {f"half.{name}": p for name, p in half.named_parameters()} | {"number": nn.Parameter(torch.tensor(0.5))}
+    policy.trainable |= {f"half.{name}": p for name, p in half.named_parameters()} | {
+        "number": nn.Parameter(torch.tensor(0.5))
+    }
     return policy
 
 
@@ -65,14 +67,18 @@ def optimizer_of(policy: StandIn | Policy) -> Optimizer:
 
 def values(name: str, like: Tensor, seed: int) -> Tensor:
     """The whole tensor that goes by this name."""
-    return torch.randn(like.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed)).to(like.dtype)
+    return torch.randn(like.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed)).to(
+        like.dtype
+    )
 
 
 @torch.no_grad()
 def put(tensors: dict[str, Tensor], seed: int) -> None:
     for name, tensor in tensors.items():
         new = values(name, tensor, seed)
-        tensor.copy_(distribute_tensor(new, tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else new)
+        tensor.copy_(
+            distribute_tensor(new, tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else new
+        )
 
 
 def wrong(tensors: dict[str, Tensor], seed: int) -> list[str]:
@@ -122,7 +128,9 @@ def test_what_any_ranks_saved_comes_back_bit_for_bit_on_any_others(saved, world,
 def test_of_replicas_one_writes(saved):
     for seed, (_, size) in enumerate(LAYOUTS):
         writers = max(1, size)
-        names = {f"{part}.{i:05d}-of-{writers:05d}.safetensors" for part in ("policy", "optimizer") for i in range(writers)}
+        names = {
+            f"{part}.{i:05d}-of-{writers:05d}.safetensors" for part in ("policy", "optimizer") for i in range(writers)
+        }
         assert {f.name for f in (saved[seed] / f"rl_{seed:06d}").iterdir()} == names | {"state.json", "COMPLETE"}
 
 
@@ -170,7 +178,11 @@ def train(policy: StandIn, optimizer: Optimizer, steps: range) -> None:
 
 
 def numbers(policy: StandIn) -> list[float]:
-    return [x for p in policy.trainable.values() for x in (p.full_tensor() if isinstance(p, DTensor) else p).flatten().tolist()]
+    return [
+        x
+        for p in policy.trainable.values()
+        for x in (p.full_tensor() if isinstance(p, DTensor) else p).flatten().tolist()
+    ]
 
 
 def train_and_save(ranks: Ranks, size: int, root: Path) -> None:
@@ -230,7 +242,13 @@ def fail(ranks: Ranks, root: Path, failing: int, target: str) -> tuple[str, floa
 
 @pytest.mark.parametrize(
     ("failing", "target"),
-    [(1, "os.fsync"), (1, "hybrid_rl.run_folder.checkpoint.save_file"), (0, "os.fsync"), (0, "os.replace"), (0, "pathlib.Path.mkdir")],
+    [
+        (1, "os.fsync"),
+        (1, "hybrid_rl.run_folder.checkpoint.save_file"),
+        (0, "os.fsync"),
+        (0, "os.replace"),
+        (0, "pathlib.Path.mkdir"),
+    ],
 )
 def test_a_full_disk_on_one_rank_is_told_by_all_and_keeps_the_checkpoint_before(tmp_path, failing, target):
     for message, seconds, left in on_ranks(3, fail, tmp_path, failing, target):
@@ -334,7 +352,9 @@ def test_rows_written_by_any_number_are_read_by_any_number(rows, writers, reader
     whole = torch.arange(rows * 2.0).view(rows, 2)
     held = [checkpoint.chunk(rows, writers, i) for i in range(writers)]
     own = [checkpoint.chunk(rows, readers, i) for i in range(readers)]
-    assert [len(part) for part in held if part] == [len(part) for part in whole.chunk(writers) if len(part)]  # as FSDP2 splits
+    assert [len(part) for part in held if part] == [
+        len(part) for part in whole.chunk(writers) if len(part)
+    ]  # as FSDP2 splits
     sources = [Slices(whole[part.start : part.stop]) for part in held]
     targets = [torch.full((len(part), 2), -1.0) for part in own]
     for target, part in zip(targets, own, strict=True):
@@ -346,7 +366,11 @@ def test_rows_written_by_any_number_are_read_by_any_number(rows, writers, reader
     assert checkpoint.tiles(reversed(held), rows)
 
 
-@given(cuts=st.lists(st.integers(0, 20), max_size=5), change=st.sampled_from(["lost", "twice", "short", "shifted"]), data=st.data())
+@given(
+    cuts=st.lists(st.integers(0, 20), max_size=5),
+    change=st.sampled_from(["lost", "twice", "short", "shifted"]),
+    data=st.data(),
+)
 def test_a_missing_or_doubled_row_is_found(cuts, change, data):
     edges = [0, *sorted(cuts), 20]
     pieces = [range(a, b) for a, b in pairwise(edges)]

@@ -31,7 +31,12 @@ def test_round_trip_keeps_every_fact_and_its_absence(tmp_path: Path) -> None:
     path = tmp_path / "rollouts" / "step_0001.parquet"
     write_rollouts(path, [group(4), group(5)], ["prompt 4", "prompt 5"], {(4, 0): 1.5}, trained=[(4, 0)])
     rows = read_rollouts(path)
-    assert [(row["group_id"], row["index"], row["trained"]) for row in rows] == [(4, 0, True), (4, 1, False), (5, 0, False), (5, 1, False)]
+    assert [(row["group_id"], row["index"], row["trained"]) for row in rows] == [
+        (4, 0, True),
+        (4, 1, False),
+        (5, 0, False),
+        (5, 1, False),
+    ]
     assert rows[0] == {
         "task_id": "task-4", "source": "words", "group_id": 4, "index": 0, "seed": 2**63 - 1, "prompt": "prompt 4", "completion": TEXT,
         "answer": TEXT, "token_ids": [7, 8, 9, 2, 11], "prompt_length": 2, "loss_mask": [False, False, True, True, False],
@@ -42,7 +47,16 @@ def test_round_trip_keeps_every_fact_and_its_absence(tmp_path: Path) -> None:
     assert as_rollout(rows[0]) == group(4).rollouts[0]
     assert as_rollout(rows[1]) == group(4).rollouts[1]
     assert (
-        rows[1] | {"versions": [], "finish_reason": None, "outcome": None, "reward": None, "reward_parts": {}, "advantage": None} == rows[1]
+        rows[1]
+        | {
+            "versions": [],
+            "finish_reason": None,
+            "outcome": None,
+            "reward": None,
+            "reward_parts": {},
+            "advantage": None,
+        }
+        == rows[1]
     )
     assert (rows[1]["error"], rows[1]["fault"]) == ("TimeoutError: 10 s", "timeout")
     assert rows[2]["advantage"] is None

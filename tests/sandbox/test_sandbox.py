@@ -24,7 +24,9 @@ from tests.sandbox.attacks import ATTACKS, BEGIN, HOARDERS, MUST_FIND
 
 MISSING = sandbox.check()
 needs_sandbox = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
-ROOM = Limits(cpu_seconds=10, wall_seconds=30, total_seconds=60)  # for programs that should end by themselves, on a busy machine
+ROOM = Limits(
+    cpu_seconds=10, wall_seconds=30, total_seconds=60
+)  # for programs that should end by themselves, on a busy machine
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -49,7 +51,9 @@ class World:
     def __init__(self, folder: Path):
         self.mark = f"mark-{secrets.token_hex(8)}"
         self.answer = f"expected-{secrets.token_hex(16)}"
-        self.process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env={"CANARY": self.answer})
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", "import time; time.sleep(600)"], env={"CANARY": self.answer}
+        )
         self.file = folder / "canary"
         self.file.write_text(self.answer)
         self.server = socket.create_server(("127.0.0.1", 0))
@@ -88,7 +92,9 @@ def test_an_attack_gets_nothing_and_harms_nothing(name, world):
     code = world.names() + told + BEGIN + ATTACKS[name]
     start = time.monotonic()
     reward = passes_tests(
-        block(code), task({"tests": [{"stdin": "1\n", "stdout": world.answer}]}), time_limit=3.0 if name in MUST_FIND else 0.5
+        block(code),
+        task({"tests": [{"stdin": "1\n", "stdout": world.answer}]}),
+        time_limit=3.0 if name in MUST_FIND else 0.5,
     )
     assert reward == {"format": 0.0, "tests": 0.0}
     assert time.monotonic() - start < 20  # 1 s (6 s), and what a busy machine adds
@@ -244,12 +250,20 @@ def test_locks_and_flushes_of_a_program_do_not_reach_the_machines_files():
     ("code", "limits", "end"),
     [
         *(
-            (BEGIN + "ANSWER = 1\n" + ATTACKS[name], Limits(cpu_seconds=10, wall_seconds=30, total_seconds=30), "memory")
+            (
+                BEGIN + "ANSWER = 1\n" + ATTACKS[name],
+                Limits(cpu_seconds=10, wall_seconds=30, total_seconds=30),
+                "memory",
+            )
             for name in HOARDERS
         ),
         ("import time; time.sleep(60)", Limits(wall_seconds=0.3), "wall"),
         ("while True: pass", Limits(cpu_seconds=0.2, wall_seconds=30, total_seconds=30), "cpu"),
-        ("import os\nfor _ in range(3): os.fork()\nwhile True: pass", Limits(cpu_seconds=0.5, wall_seconds=30, total_seconds=30), "cpu"),
+        (
+            "import os\nfor _ in range(3): os.fork()\nwhile True: pass",
+            Limits(cpu_seconds=0.5, wall_seconds=30, total_seconds=30),
+            "cpu",
+        ),
         (
             "import os, signal, time\ntry: signal.signal(signal.SIGCHLD, signal.SIG_IGN)\nexcept OSError: pass\n"
             "for _ in range(60):\n    if not os.fork():\n        end = time.process_time() + 0.03\n        while time.process_time() < end: pass\n"
@@ -329,7 +343,9 @@ def test_reward_workers_score_code_and_survive_it():
         block("print(2)"),
     ]
     answer = {"tests": [{"stdin": str(n), "stdout": str(2 * n)} for n in (1, 2)]}
-    scorer = Scorer({"_target_": "hybrid_rl.sandbox.code.passes_tests", "time_limit": 5.0, "total_seconds": 20.0}, 2, timeout=60.0)
+    scorer = Scorer(
+        {"_target_": "hybrid_rl.sandbox.code.passes_tests", "time_limit": 5.0, "total_seconds": 20.0}, 2, timeout=60.0
+    )
     try:
         scorer.check()
         rollouts = []
@@ -351,7 +367,11 @@ def ordinary_python() -> str | None:
         try:
             if (
                 subprocess.run(
-                    [python, "-c", probe, str(REPOSITORY)], user=65533, group=65533, extra_groups=[], capture_output=True
+                    [python, "-c", probe, str(REPOSITORY)],
+                    user=65533,
+                    group=65533,
+                    extra_groups=[],
+                    capture_output=True,
                 ).returncode
                 == 0
             ):
@@ -375,7 +395,9 @@ def test_an_ordinary_user_has_the_sandbox_or_is_told_what_is_missing():
         f"import sys; sys.path.insert(0, {str(REPOSITORY)!r})\nfrom hybrid_rl.sandbox.run import *\n"
         f"missing = check()\nprint(missing or run({attack!r}, [''], Limits(10, 30, 60))[0].stdout)"
     )
-    done = subprocess.run([python, "-c", script], user=65533, group=65533, extra_groups=[], capture_output=True, text=True, cwd="/")
+    done = subprocess.run(
+        [python, "-c", script], user=65533, group=65533, extra_groups=[], capture_output=True, text=True, cwd="/"
+    )
     assert "True [] True True" in done.stdout or "user namespaces" in done.stdout or "container" in done.stdout, done
 
 
@@ -429,7 +451,9 @@ def test_a_run_without_a_sandbox_ends_before_its_model_loads(dry, tmp_path):
     (tmp_path / "conf" / "recipe").mkdir(parents=True)
     row = {"prompt": "Print 1.", "answer": json.dumps({"tests": [{"stdin": "", "stdout": "1"}]})}
     for name in ("train", "test"):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({**row, "prompt": f"{name} {i}"}) + "\n" for i in range(2)))
+        (tmp_path / f"{name}.jsonl").write_text(
+            "".join(json.dumps({**row, "prompt": f"{name} {i}"}) + "\n" for i in range(2))
+        )
     (tmp_path / "conf" / "recipe" / "code.yaml").write_text(
         "# @package _global_\nname: code\ndata: {_target_: hybrid_rl.data.files.load_tasks, rl: train.jsonl, eval: test.jsonl}\n"
         "reward: {_target_: hybrid_rl.sandbox.code.passes_tests}\n"
@@ -444,13 +468,26 @@ def test_a_run_without_a_sandbox_ends_before_its_model_loads(dry, tmp_path):
         "device=cpu",
         f"dry_run={dry}",
     ]
-    command = [sys.executable, str(REPOSITORY / "tests/refused.py"), "unshare,mount", sys.executable, "-m", "hybrid_rl.run"]
+    command = [
+        sys.executable,
+        str(REPOSITORY / "tests/refused.py"),
+        "unshare,mount",
+        sys.executable,
+        "-m",
+        "hybrid_rl.run",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, "--config-dir", str(tmp_path / "conf"), *settings], cwd=tmp_path, env=environment, capture_output=True, text=True
+        [*command, "--config-dir", str(tmp_path / "conf"), *settings],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 1, done
-    assert done.stdout.splitlines()[-1].startswith("hybrid_rl: no sandbox for code: [Errno 1] unshare: Operation not permitted. ")
+    assert done.stdout.splitlines()[-1].startswith(
+        "hybrid_rl: no sandbox for code: [Errno 1] unshare: Operation not permitted. "
+    )
     assert "--cap-add SYS_ADMIN" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
     assert not list(tmp_path.glob("outputs/*/*/rollouts"))

@@ -12,7 +12,9 @@ class Nothing(type):
     """Attributes and subscripts give more of the same; a call gives back a lone function, so that it serves as a decorator."""
 
     def __getattr__(cls, name: str) -> type:
-        if name.startswith("__") or name == "get_current_target":  # SGLang takes its absence for a machine without a GPU
+        if (
+            name.startswith("__") or name == "get_current_target"
+        ):  # SGLang takes its absence for a machine without a GPU
             raise AttributeError(name)
         return _named(name)
 

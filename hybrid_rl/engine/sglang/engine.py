@@ -90,7 +90,9 @@ class SGLangEngine:
     def _share_key(self) -> None:
         """Tensors in the host's memory are shared by those who know one key; SGLang's processes get that of the team's first rank."""
         if self.team.world > 1:
-            multiprocessing.current_process().authkey = self.team.from_main(lambda: bytes(multiprocessing.current_process().authkey))
+            multiprocessing.current_process().authkey = self.team.from_main(
+                lambda: bytes(multiprocessing.current_process().authkey)
+            )
 
     def _start(self) -> None:
         self._asleep: set[str] = set()
@@ -100,7 +102,9 @@ class SGLangEngine:
         if self.capacity > facts["input"]:
             self.close()
             room = facts["input"]
-            raise EngineError(f"completions of {self.capacity} tokens, prompt included: SGLang has room for {room}, by model or memory")
+            raise EngineError(
+                f"completions of {self.capacity} tokens, prompt included: SGLang has room for {room}, by model or memory"
+            )
         self.stats.peak_kv_bytes = self._checkpoint.kv_bytes(facts["tokens"], self.dtype)
 
     def _new_host(self) -> dict[str, Any]:
@@ -132,11 +136,15 @@ class SGLangEngine:
         self._run = _Run(requests, self._run.number + 1, sampling.max_tokens)
         if requests:
             self._change_filters((sampling.temperature == 0, sampling.top_k, sampling.top_p))
-            items = [(i, [*r.prompt_ids, *r.sampled_ids], self._parameters(r, sampling)) for i, r in self._run.open.items()]
+            items = [
+                (i, [*r.prompt_ids, *r.sampled_ids], self._parameters(r, sampling)) for i, r in self._run.open.items()
+            ]
             self._ask("generate", self._run.number, items, self._prefixes(items))
         return self._drain(self._run)
 
-    def _prefixes(self, items: Sequence[tuple[int, list[int], dict[str, Any]]]) -> list[tuple[list[int], dict[str, Any], list[int]]]:
+    def _prefixes(
+        self, items: Sequence[tuple[int, list[int], dict[str, Any]]]
+    ) -> list[tuple[list[int], dict[str, Any], list[int]]]:
         """The prompts of several requests, for the parameters of the first of them, and their positions."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for position, request in self._run.open.items():
@@ -208,12 +216,16 @@ class SGLangEngine:
         self.stats.prompt_tokens += prompt
         self.stats.computed_prompt_tokens += prompt - facts["cached_tokens"]
         if len(ids) != len(logprobs):
-            raise EngineError(f"request {request.id}: SGLang gave {len(ids)} tokens and {len(logprobs)} log-probabilities")
+            raise EngineError(
+                f"request {request.id}: SGLang gave {len(ids)} tokens and {len(logprobs)} log-probabilities"
+            )
         versions = list(request.versions)
         for version, count in facts["versions"]:
             versions = append_version(versions, version, count)
         whole, reason = [*request.sampled_ids, *ids], facts["finish_reason"]
-        if reason == "abort" and ids and (ids[-1] in self._ends or len(whole) >= max_tokens):  # it ended in the very step of the abort
+        if (
+            reason == "abort" and ids and (ids[-1] in self._ends or len(whole) >= max_tokens)
+        ):  # it ended in the very step of the abort
             reason = "stop" if ids[-1] in self._ends else "length"
         return Completion(request.id, whole, [*request.sampled_logprobs, *logprobs], versions, reason)
 

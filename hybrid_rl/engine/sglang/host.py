@@ -32,7 +32,12 @@ from hybrid_rl.engine.sglang.interface import RunningEngine
 IDLE_SECONDS = 60.0  # that the scheduler has to become idle after its last answer
 PROGRESS_SECONDS = 0.5  # between two looks at whether it has said anything
 ORPHAN_SECONDS = 20.0  # to end in order after whoever started this process has gone
-ABORTED = {"finish_reason": "abort", "prompt_tokens": 0, "cached_tokens": 0, "versions": []}  # facts of a request that never began
+ABORTED = {
+    "finish_reason": "abort",
+    "prompt_tokens": 0,
+    "cached_tokens": 0,
+    "versions": [],
+}  # facts of a request that never began
 
 
 class _Host:
@@ -60,7 +65,9 @@ class _Host:
                 if self.engine.reuses_prefixes:
                     for ids, parameters, positions in prefixes:
                         known |= dict.fromkeys(positions, loop.create_task(self.compute(run, ids, parameters)))
-                self.running = {loop.create_task(self.sample(run, i, ids, how, known.get(i))) for i, ids, how in requests}
+                self.running = {
+                    loop.create_task(self.sample(run, i, ids, how, known.get(i))) for i, ids, how in requests
+                }
                 self.watching = loop.create_task(self.watch(run, self.running))
             elif kind == "abort":
                 await self.abort(*arguments)

@@ -105,7 +105,9 @@ def lacking(arguments: Iterable[str]) -> list[str]:
         except AttributeError:
             missing.append(path)
         else:
-            missing += [f"{attribute}({name}=)" for name in parameters if name not in inspect.signature(target).parameters]
+            missing += [
+                f"{attribute}({name}=)" for name in parameters if name not in inspect.signature(target).parameters
+            ]
     known = inspect.signature(importlib.import_module("sglang.srt.server_args").ServerArgs).parameters
     missing += [f"argument {name} (engine.arguments)" for name in sorted(set(arguments) - known.keys())]
     tags = importlib.import_module("sglang.srt.constants").GPU_MEMORY_ALL_TYPES
@@ -133,7 +135,11 @@ def server_arguments(
         "json_model_override_args": json.dumps({"eos_token_id": list(end_ids)}), "device": device.type, "max_total_tokens": tokens,
     }  # fmt: skip
     if device.type == "cpu":
-        return arguments | {"attention_backend": "torch_native", "sampling_backend": "pytorch", "disable_cuda_graph": True}
+        return arguments | {
+            "attention_backend": "torch_native",
+            "sampling_backend": "pytorch",
+            "disable_cuda_graph": True,
+        }
     return arguments | {"mem_fraction_static": memory_fraction, "base_gpu_id": device.index or 0}
 
 
@@ -158,10 +164,15 @@ def flat_bucket(named: Sequence[tuple[str, torch.Tensor]]) -> dict[str, Any]:
     for name, tensor in named:
         end = start + tensor.numel() * tensor.itemsize
         described.append(
-            SimpleNamespace(name=name, shape=tensor.shape, dtype=tensor.dtype, start_idx=start, end_idx=end, numel=end - start)
+            SimpleNamespace(
+                name=name, shape=tensor.shape, dtype=tensor.dtype, start_idx=start, end_idx=end, numel=end - start
+            )
         )
         start = end
-    return {"flattened_tensor": torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in named]), "metadata": described}
+    return {
+        "flattened_tensor": torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in named]),
+        "metadata": described,
+    }
 
 
 # ---- a running engine ------------------------------------------------------------------------------------------------------
@@ -187,14 +198,18 @@ class RunningEngine:
         self.input_limit: int = info["max_req_input_len"]
         self.cache_tokens: int = info["max_total_num_tokens"]
         shm_path_for = importlib.import_module("sglang.srt.managers.load_snapshot").shm_path_for
-        self.leaves: list[str] = [shm_path_for(self._engine.port_args.instance_id)]  # files in shared memory that SGLang does not remove
+        self.leaves: list[str] = [
+            shm_path_for(self._engine.port_args.instance_id)
+        ]  # files in shared memory that SGLang does not remove
 
     @property
     def heard(self) -> float:
         """When the scheduler last answered."""
         return self._manager.last_receive_tstamp
 
-    async def generate(self, input_ids: list[int], parameters: dict[str, Any]) -> tuple[list[int], list[float], dict[str, Any]]:
+    async def generate(
+        self, input_ids: list[int], parameters: dict[str, Any]
+    ) -> tuple[list[int], list[float], dict[str, Any]]:
         """Return token ids, their log-probabilities, and facts: finish reason, numbers of prompt tokens, versions of the weights."""
         out = await self._engine.async_generate(input_ids=input_ids, sampling_params=parameters, return_logprob=True)
         said, ids = out["meta_info"], list(out["output_ids"])
@@ -204,7 +219,9 @@ class RunningEngine:
             "versions": [(int(span["version"]), span["end"] - span["start"]) for span in said.get("weight_versions") or ()],
         }  # fmt: skip
         if sum(count for _, count in facts["versions"]) != len(ids):
-            raise RuntimeError(f"SGLang {installed()} gave {len(ids)} tokens, and versions of the weights for {facts['versions']}")
+            raise RuntimeError(
+                f"SGLang {installed()} gave {len(ids)} tokens, and versions of the weights for {facts['versions']}"
+            )
         return ids, [entry[0] for entry in said.get("output_token_logprobs") or ()], facts
 
     def abort(self) -> None:
@@ -222,7 +239,11 @@ class RunningEngine:
     async def load(self, payloads: list[bytes]) -> None:
         """Take in one flattened bucket, serialized by each tensor-parallel rank."""
         bucket = {"serialized_named_tensors": payloads, "load_format": "flattened_bucket", "flush_cache": False}
-        _check(await self._manager.update_weights_from_tensor(self._messages.UpdateWeightsFromTensorReqInput(**bucket), None))
+        _check(
+            await self._manager.update_weights_from_tensor(
+                self._messages.UpdateWeightsFromTensorReqInput(**bucket), None
+            )
+        )
 
     async def end(self) -> None:
         _check(await self._manager.end_weight_update(self._messages.EndWeightUpdateReqInput(), None))

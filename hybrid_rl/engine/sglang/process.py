@@ -23,7 +23,15 @@ from hybrid_rl.engine.base import EngineDied, EngineError
 from hybrid_rl.engine.sglang.interface import installed, withheld
 
 Died = TypeVar("Died", bound=EngineError)
-LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")  # ours, not the engine's
+LAUNCHERS = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)  # ours, not the engine's
 TAIL = 20  # lines of its log that a traceback repeats
 CAUSE = re.compile(r"[\w.]*(Error|Exception|Exit)\b.*")  # the last line of a traceback
 
@@ -44,7 +52,9 @@ class HostProcess:
         self._process, self.connection = _start(dict(arguments), self._log.fileno(), max(timeout, 1.0))
         self._family: list[psutil.Process] = []
         self._leaves: list[str] = []  # files that SGLang does not remove
-        self._end = weakref.finalize(self, _end, self._process, self.connection, self._family, self._leaves)  # also at exit
+        self._end = weakref.finalize(
+            self, _end, self._process, self.connection, self._family, self._leaves
+        )  # also at exit
         kind, self.facts = self._first(start_timeout)
         if kind != "ready":
             self.close()
@@ -127,7 +137,9 @@ class HostProcess:
             raise self._dead
 
     def _hangs(self, limit: float) -> EngineDied:
-        return self._died(f"SGLang has neither answered nor made progress for {limit:g} s (engine.timeout), and was ended")
+        return self._died(
+            f"SGLang has neither answered nor made progress for {limit:g} s (engine.timeout), and was ended"
+        )
 
     def _ended(self) -> EngineDied:
         with suppress(subprocess.TimeoutExpired):
@@ -161,9 +173,15 @@ class HostProcess:
 
 def environment() -> dict[str, str]:
     """Return the variables that SGLang's process gets."""
-    kept = {name: value for name, value in os.environ.items() if name not in LAUNCHERS and not name.startswith("TORCHELASTIC")}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in LAUNCHERS and not name.startswith("TORCHELASTIC")
+    }
     kept = {name: value for name, value in kept.items() if name not in withheld()}
-    kept["PYTHONPATH"] = os.pathsep.join(path for path in (str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH")) if path)
+    kept["PYTHONPATH"] = os.pathsep.join(
+        path for path in (str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH")) if path
+    )
     return kept
 
 
@@ -176,7 +194,12 @@ def _start(arguments: dict[str, Any], log: int, timeout: float) -> tuple[subproc
     command = [sys.executable, "-m", "hybrid_rl.engine.sglang.host", str(theirs.fileno())]
     with theirs:
         process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], stdout=log, stderr=subprocess.STDOUT, env=environment(), start_new_session=True
+            command,
+            pass_fds=[theirs.fileno()],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment(),
+            start_new_session=True,
         )
     connection = Connection(ours.detach())
     connection.send((bytes(multiprocessing.current_process().authkey), arguments))
@@ -196,7 +219,9 @@ def _kill(process: subprocess.Popen[bytes], family: Iterable[psutil.Process]) ->
     psutil.wait_procs(found, timeout=10)
 
 
-def _end(process: subprocess.Popen[bytes], connection: Connection, family: list[psutil.Process], leaves: list[str]) -> None:
+def _end(
+    process: subprocess.Popen[bytes], connection: Connection, family: list[psutil.Process], leaves: list[str]
+) -> None:
     connection.close()  # which it takes as the end
     with suppress(subprocess.TimeoutExpired):
         process.wait(30)

@@ -25,7 +25,11 @@ from hybrid_rl.engine.sglang.interface import flat_bucket
 STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 TIED = ("model.embed_tokens.weight", "lm_head.weight")
 OTHER_FORM = ("gemma",)  # one is added to the weights of its norms
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # of configurations whose experts are fused into one matrix
+EXPERTS = (
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+)  # of configurations whose experts are fused into one matrix
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,9 @@ class Checkpoint:
         if name not in self.shapes:
             raise EngineError(f"update_weights: unknown name {name!r}")
         if tuple(tensor.shape) != self.shapes[name]:
-            raise EngineError(f"update_weights: {name} has shape {tuple(tensor.shape)}, the engine's is {self.shapes[name]}")
+            raise EngineError(
+                f"update_weights: {name} has shape {tuple(tensor.shape)}, the engine's is {self.shapes[name]}"
+            )
         return name
 
     # ---- and back --------------------------------------------------------------------------------------------------------
@@ -88,7 +94,10 @@ class Checkpoint:
 
         Raises EngineError for a weight that is stored in another form, or one of which the ranks hold different copies.
         """
-        ranks = [load_file(file) for file in sorted(folder.glob("*.safetensors"), key=lambda file: int(file.stem.split("-")[2]))]
+        ranks = [
+            load_file(file)
+            for file in sorted(folder.glob("*.safetensors"), key=lambda file: int(file.stem.split("-")[2]))
+        ]
         held = {name: self._whole(ranks, name) for name in self.shapes}
         if self.tied:
             held |= dict.fromkeys(TIED, next(held[name] for name in TIED if name in held))
@@ -109,8 +118,12 @@ class Checkpoint:
         for stacked, parts in STACKED.items():
             if part in parts and f"{head}.{stacked}.{leaf}" in ranks[0]:
                 rows = [self.shapes[f"{head}.{other}.{leaf}"][0] for other in parts]
-                return self._part([rank[f"{head}.{stacked}.{leaf}"] for rank in ranks], stacked, rows, parts.index(part), name)
-        raise EngineError(f"{name} cannot be compared: SGLang stores it in another form; leave handover.verify off for this model")
+                return self._part(
+                    [rank[f"{head}.{stacked}.{leaf}"] for rank in ranks], stacked, rows, parts.index(part), name
+                )
+        raise EngineError(
+            f"{name} cannot be compared: SGLang stores it in another form; leave handover.verify off for this model"
+        )
 
     def _fused_rows(self, kind: str, rows: int) -> list[int]:
         if kind == "gate_up_proj":
@@ -134,7 +147,9 @@ class Checkpoint:
                 return torch.cat(list(pieces[::copies]), dim)[: shape[0]]
         _same(pieces, len(pieces), name)
         if tuple(pieces[0].shape[1:]) != shape[1:] or len(pieces[0]) < shape[0]:
-            raise EngineError(f"{name} cannot be compared: SGLang stores it as {tuple(pieces[0].shape)} instead of {shape}")
+            raise EngineError(
+                f"{name} cannot be compared: SGLang stores it as {tuple(pieces[0].shape)} instead of {shape}"
+            )
         return pieces[0][: shape[0]]
 
 

@@ -19,7 +19,10 @@ from tests.engine_contract import checkpoint
 KV_TOKENS = 65536  # 32 MiB in the tiny models: enough to be seen in the memory of a process
 CAPACITY = 256
 ALIVE = 8  # engines at a time; those that wait use no processor
-INHERITED = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1", "SGLANG_MAX_NEW_TOKENS_LIMIT": "2"}  # no engine may see them: most tests would fail
+INHERITED = {
+    "SGLANG_RETURN_ORIGINAL_LOGPROB": "1",
+    "SGLANG_MAX_NEW_TOKENS_LIMIT": "2",
+}  # no engine may see them: most tests would fail
 
 if importlib.util.find_spec("sglang") is not None:
     os.environ |= INHERITED
@@ -29,7 +32,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if importlib.util.find_spec("sglang") is None:
         for item in items:
             if Path(__file__).parent in item.path.parents:
-                item.add_marker(pytest.mark.skip(reason="SGLang is not installed here; `make test-sglang` installs it for the CPU"))
+                item.add_marker(
+                    pytest.mark.skip(reason="SGLang is not installed here; `make test-sglang` installs it for the CPU")
+                )
 
 
 def start(folder: Path, slots: int = 8, **more) -> SGLangEngine:

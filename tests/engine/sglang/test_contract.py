@@ -67,7 +67,10 @@ class TestSGLangEngine(EngineContract):
 
 def test_twenty_turns_change_no_token_and_keep_no_memory(make_engine, folder_of) -> None:
     """Sleep, wake and new weights, two sets of them by turns: the greedy tokens are each set's own, and its processes do not grow."""
-    sampling, sets = Sampling(temperature=0.0, max_tokens=8), [checkpoint(folder_of("llama", seed=seed)) for seed in (0, 1)]
+    sampling, sets = (
+        Sampling(temperature=0.0, max_tokens=8),
+        [checkpoint(folder_of("llama", seed=seed)) for seed in (0, 1)],
+    )
     engine, resident, seen = make_engine(folder_of("llama")), [], ([], [])
     for version in range(1, 21):
         engine.sleep([KV_CACHE, WEIGHTS])

@@ -75,7 +75,9 @@ def test_a_new_engine_takes_the_place_of_one_that_died_or_hangs(mortal: SGLangEn
     victim = family[0] if "host" in blow else scheduler_of(engine._host.pid)
     victim.send_signal({"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "quit": signal.SIGQUIT}[blow.split()[0]])
     since = time.perf_counter()
-    with pytest.raises(EngineDied, match=r"progress for 8 s \(engine.timeout\)" if "stop" in blow else "has ended with code") as error:
+    with pytest.raises(
+        EngineDied, match=r"progress for 8 s \(engine.timeout\)" if "stop" in blow else "has ended with code"
+    ) as error:
         got.update((completion.id, completion.token_ids) for completion in stream)
     assert "\n" not in str(error.value)
     assert time.perf_counter() - since < 20
@@ -112,12 +114,12 @@ def test_an_engine_after_a_restart_does_not_repeat_the_draws_of_the_one_before(t
 def test_long_completions_are_no_hang(make_engine, tiny_folder: Path) -> None:
     """No answer for longer than the limit, but progress."""
     engine = make_engine(tiny_folder, capacity=3000)
-    patience, engine._host.timeout = engine._host.timeout, 2.0
+    patience, engine._host.timeout = engine._host.timeout, 4.0
     try:
         since = time.perf_counter()
         out = collect(engine, requests(groups=2, size=1), Sampling(temperature=0.0, max_tokens=2500))
         assert max(len(c.token_ids) for c in out.values()) > 1000
-        assert time.perf_counter() - since > 2.0, "too fast to show anything"
+        assert time.perf_counter() - since > 4.0, "too fast to show anything"
     finally:
         engine._host.timeout = patience
 
@@ -152,7 +154,11 @@ def sampling_run(folder: Path, *overrides: str) -> subprocess.Popen:
 
 
 def host_of(run: int) -> int:
-    return next(p.pid for p in psutil.Process(run).children(recursive=True) if "hybrid_rl.engine.sglang.host" in " ".join(p.cmdline()))
+    return next(
+        p.pid
+        for p in psutil.Process(run).children(recursive=True)
+        if "hybrid_rl.engine.sglang.host" in " ".join(p.cmdline())
+    )
 
 
 def lines_until(run: subprocess.Popen, what: str) -> list[str]:
@@ -174,7 +180,9 @@ def test_a_recipe_trains_on_after_its_scheduler_was_killed(tmp_path: Path) -> No
     os.kill(scheduler_of(host).pid, signal.SIGKILL)
     output = run.communicate(timeout=240)[0]
     assert run.returncode == 0, output
-    assert re.search(r"engine restarted \(1 of 1 times\): SGLang's process has ended.*; its output is in .*engine_0.log\n", output)
+    assert re.search(
+        r"engine restarted \(1 of 1 times\): SGLang's process has ended.*; its output is in .*engine_0.log\n", output
+    )
     assert output.count("× engine restarted") == 1
     assert "Traceback" not in output
     (metrics,) = tmp_path.glob("reverse/*/metrics.jsonl")

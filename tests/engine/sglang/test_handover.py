@@ -43,7 +43,9 @@ def handed_over(engine: Engine, policy: Policy, version: int, sampling: Sampling
     return tokens(out)
 
 
-def scored(policy: Policy, wanted: Sequence[Request], completions: dict[int, Completion]) -> tuple[torch.Tensor, torch.Tensor]:
+def scored(
+    policy: Policy, wanted: Sequence[Request], completions: dict[int, Completion]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The trainer's log-probabilities of the sampled tokens, and the engine's."""
     rollouts = []
     for request in wanted:
@@ -72,7 +74,10 @@ def test_its_tokens_follow_the_policy(engine_of: EngineOf, folder_of, name: str,
 @pytest.mark.parametrize("name", ["qwen3", "llama"])
 def test_half_precision_under_float32_parameters(engine_of: EngineOf, folder_of, name: str) -> None:
     """Both sides compute in bfloat16, each in its own order; the trainer's parameters stay float32."""
-    policy, engine = Policy.load(folder_of(name), CPU, PolicyConfig(dtype=Precision.bfloat16)), engine_of(name, torch.bfloat16)
+    policy, engine = (
+        Policy.load(folder_of(name), CPU, PolicyConfig(dtype=Precision.bfloat16)),
+        engine_of(name, torch.bfloat16),
+    )
     assert policy.dtype == engine.dtype == torch.bfloat16
     hand_over(policy, engine, 1, verify=True)
     held = engine.weights()
@@ -86,7 +91,9 @@ def test_half_precision_under_float32_parameters(engine_of: EngineOf, folder_of,
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama"])
-def test_each_part_of_a_completion_has_the_probabilities_of_its_own_version(engine_of: EngineOf, folder_of, name: str) -> None:
+def test_each_part_of_a_completion_has_the_probabilities_of_its_own_version(
+    engine_of: EngineOf, folder_of, name: str
+) -> None:
     """Completions that go on under new weights twice, those that an abort stopped wherever they were included."""
     policy, engine, wanted = Policy.load(folder_of(name), CPU), engine_of(name), requests()
     optimizer = Optimizer(policy.trainable, OptimizerConfig(lr=1e-2), 3, 3)
@@ -95,7 +102,9 @@ def test_each_part_of_a_completion_has_the_probabilities_of_its_own_version(engi
         hand_over(policy, engine, version, verify=True)
         weights[version] = {key: p.detach().clone() for key, p in policy.parameters.items()}
         rest = [
-            replace(r, sampled_ids=c.token_ids, sampled_logprobs=c.logprobs, versions=c.versions) if (c := begun.get(r.id)) else r
+            replace(r, sampled_ids=c.token_ids, sampled_logprobs=c.logprobs, versions=c.versions)
+            if (c := begun.get(r.id))
+            else r
             for r in wanted
             if r.id not in done
         ]

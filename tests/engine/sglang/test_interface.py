@@ -35,7 +35,10 @@ def test_the_installed_version_has_every_name_that_is_used() -> None:
         for name in server_arguments("m", [1], slots=1, tokens=64, dtype=torch.bfloat16, device=torch.device(device))
     } | {"random_seed"}
     result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", LOOK, json.dumps(sorted(arguments))], capture_output=True, text=True, env=environment()
+        [sys.executable, "-W", "ignore", "-c", LOOK, json.dumps(sorted(arguments))],
+        capture_output=True,
+        text=True,
+        env=environment(),
     )
     assert result.returncode == 0, result.stderr
     found, broken = json.loads(result.stdout.splitlines()[-1])

@@ -53,7 +53,9 @@ def sampled(ranks: Ranks, folder: Path, other: Path, width: int) -> dict[str, An
         result["again"] = again == {i: out[0] for i, out in result["greedy"].items()}
         load = engine.update_weights
         if ranks.rank == ranks.world - 1:  # an error of one rank stops its team, and no one waits
-            engine.update_weights = lambda buckets, version: load(({f"{n}.more": t for n, t in b.items()} for b in buckets), version)
+            engine.update_weights = lambda buckets, version: load(
+                ({f"{n}.more": t for n, t in b.items()} for b in buckets), version
+            )
         with pytest.raises(EngineError, match=r"unknown name .*\.more"):
             hand_over(policy, engine, 3)
     finally:
@@ -87,10 +89,27 @@ def test_ranks_sample_what_one_would(folder_of, make_engine, name: str, world: i
 
 def test_the_recipe_on_a_team_of_two_ranks(tmp_path: Path) -> None:
     """As a user starts it; each handover is compared, and what was sampled has the trainer's probabilities."""
-    command = [sys.executable, "-m", "hybrid_rl.run", "+recipe=reverse", "engine=sglang", f"output_dir={tmp_path}", "ranks=2"]
-    small = ["sft.steps=30", "rl.steps=2", "rl.max_empty_steps=0", "eval.max_tasks=16", "engine.tensor_parallel=2", "handover.verify=true"]
+    command = [
+        sys.executable,
+        "-m",
+        "hybrid_rl.run",
+        "+recipe=reverse",
+        "engine=sglang",
+        f"output_dir={tmp_path}",
+        "ranks=2",
+    ]
+    small = [
+        "sft.steps=30",
+        "rl.steps=2",
+        "rl.max_empty_steps=0",
+        "eval.max_tasks=16",
+        "engine.tensor_parallel=2",
+        "handover.verify=true",
+    ]
     environment = os.environ | {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
-    result = subprocess.run([*command, *small, "rollout.max_tokens=32"], capture_output=True, text=True, env=environment)
+    result = subprocess.run(
+        [*command, *small, "rollout.max_tokens=32"], capture_output=True, text=True, env=environment
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "2 ranks on cpu" in result.stdout
     (metrics,) = tmp_path.glob("reverse/*/metrics.jsonl")
