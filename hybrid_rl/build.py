@@ -80,11 +80,10 @@ def build(start: Start) -> Session:
         ranks.from_main(lambda: write_text(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config))))
     keep_lines = resumed.state["metrics_lines"] if resumed else 0
     metrics = Metrics(folder / "metrics.jsonl" if ranks.main else None, keep_lines)
-    engine, progress = build_engine(config, policy, model_folder, folder), Progress()
+    engine, progress = build_engine(config, policy, folder), Progress()
     session = Session(
         config=config,
         folder=folder,
-        model_folder=model_folder,
         policy=policy,
         turn=Turn(policy, engine, config.handover.bucket_mib * 2**20, config.engine.restarts, start.console.say),
         tasks=tasks,
@@ -105,11 +104,11 @@ def build(start: Start) -> Session:
     return session
 
 
-def build_engine(config: Config, policy: Policy, model_folder: Path, folder: Path | None = None) -> Engine:
-    """Make the engine that samples from `policy`, which began as the model in `model_folder`; its log goes to `folder`. Collective."""
+def build_engine(config: Config, policy: Policy, folder: Path | None = None) -> Engine:
+    """Make the engine that samples from `policy`; its log goes to `folder`. Collective."""
     release_cached(policy.device)
     later = later_bytes(config, sum(local(p).numel() for p in policy.trainable.values()))
-    model = Sampled(model_folder, policy.sampler, policy.end_ids(), policy.device, policy.dtype, policy.ranks, later)
+    model = Sampled(policy.folder, policy.sampler, policy.end_ids(), policy.device, policy.dtype, policy.ranks, later)
     return make_engine(config, model, folder)
 
 

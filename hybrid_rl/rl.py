@@ -7,7 +7,7 @@ from dataclasses import replace
 from hybrid_rl.deterministic import seed_all
 from hybrid_rl.engine.base import request_seed
 from hybrid_rl.evaluate import evaluate
-from hybrid_rl.learner import Learner
+from hybrid_rl.learner import Learner, make_learner
 from hybrid_rl.report.console import NOTHING, step_line
 from hybrid_rl.report.phases import Phases
 from hybrid_rl.report.step_metrics import Alarms, phase_metrics, prompt_metrics, rollout_metrics
@@ -27,7 +27,7 @@ def train_rl(s: Session) -> None:
     """
     config, policy, turn, progress = s.config.rl, s.policy, s.turn, s.progress
     start = s.resumed_step("rl")
-    learner, alarms = Learner(s, start), Alarms()
+    learner, alarms = make_learner(s, start), Alarms()
     optimizer, collector = learner.optimizer, _collector(s, learner)
     if s.resumed and start:
         s.resumed.restore_optimizer(optimizer)

@@ -24,7 +24,6 @@ from hybrid_rl.run_folder.saver import Saver
 class Session:
     config: Config
     folder: Path
-    model_folder: Path  # of the model that the policy began as
     policy: Policy
     turn: Turn  # the policy's with the device, or the engine's
     tasks: TaskSets

@@ -9,7 +9,6 @@ from hybrid_rl.data.render import demonstration
 from hybrid_rl.data.sampler import Sampler
 from hybrid_rl.deterministic import seed_all
 from hybrid_rl.engine.base import request_seed
-from hybrid_rl.policy.layout import choose_layout
 from hybrid_rl.policy.optimizer import make_optimizer
 from hybrid_rl.policy.update import imitate
 from hybrid_rl.report.console import sft_line
@@ -27,7 +26,6 @@ def train_sft(s: Session) -> None:
     examples = [demonstration(task, policy.tokenizer, s.config.rollout.max_prompt_tokens) for task in s.tasks.sft]
     curriculum = Curriculum(examples, config.curriculum * config.steps, s.data_seed)
     bad_batches = BadBatches(s.folder, s.config, s.progress, s.console.say)
-    rows = choose_layout(s.config.policy.layout, policy.device), s.config.policy.row_tokens
     start, window = s.resumed_step("sft"), list[dict[str, float]]()
     if s.resumed and start:
         s.resumed.restore_optimizer(optimizer)
@@ -39,11 +37,12 @@ def train_sft(s: Session) -> None:
         for step in range(start + 1, config.steps + 1):
             seed_all(request_seed(s.config.seed, "sft", step))
             batch = curriculum.draw(config.batch_size, step)
-            window.append(imitate(policy, optimizer, batch, config.label_smoothing, *rows))
-            if optimizer.fault:
+            done = imitate(policy, optimizer, batch, config.label_smoothing)
+            window.append(done.numbers)
+            if done.fault:
                 bad = BadBatch("sft", step, as_groups(batch), range(len(batch)), {}, {"scale": optimizer.scale})
-                bad_batches.keep(bad, optimizer.fault, policy, s.model_folder)
-                optimizer.check()
+                bad_batches.keep(bad, done.fault, policy)
+                optimizer.check(done.fault)
             advance(note=f"loss {window[-1]['loss']:.3f}")
             last = step == config.steps
             if step % LOG_EVERY == 0 or last:

@@ -29,7 +29,6 @@ from hybrid_rl.handover import HandoverError
 from hybrid_rl.machine import machine, versions
 from hybrid_rl.model_folder.read import ModelError
 from hybrid_rl.plan import print_plan
-from hybrid_rl.policy.layout import choose_layout
 from hybrid_rl.policy.optimizer import TrainingDiverged
 from hybrid_rl.preflight.budget import RoomError
 from hybrid_rl.processes.launch import after_rank_0
@@ -193,7 +192,7 @@ def _introduce(s: Session, notes: list[str]) -> None:
     say(f"machine: {here['cpu']}, {here['cores']} cores, {here['memory_gib']:.0f} GiB; {here['gpu'] or 'no GPU'}")
     say(
         f"chosen:  {world} rank{'s' * (world > 1)} on {s.policy.device.type}, {torch.get_num_threads()} thread(s) each, "
-        f"engine {kind.value} ({ENGINES[kind]}), layout {choose_layout(config.policy.layout, s.policy.device)}, compute {str(s.policy.dtype).removeprefix('torch.')}"
+        f"engine {kind.value} ({ENGINES[kind]}), layout {s.policy.layout}, compute {str(s.policy.dtype).removeprefix('torch.')}"
     )
     trained = sum(p.numel() for p in s.policy.trainable.values())
     adapters = (

@@ -31,7 +31,7 @@ def make_session(
     metrics: Metrics | None = None,
     quiet: bool = False,
 ) -> Session:
-    """The model's folder is where the policy was read from. Without engine, tasks or scorer the session is for what needs none."""
+    """Without engine, tasks or scorer the session is for what needs none."""
     main, progress = policy.ranks.main, Progress()
     keep_lines = resumed.state["metrics_lines"] if resumed else 0
     metrics = metrics or Metrics(folder / "metrics.jsonl" if main else None, keep_lines)
@@ -41,7 +41,6 @@ def make_session(
     return Session(
         config=config,
         folder=folder,
-        model_folder=Path(policy.model.config._name_or_path),
         policy=policy,
         turn=Turn(policy, engine, config.handover.bucket_mib * 2**20, config.engine.restarts, console.say),  # type: ignore[arg-type]
         tasks=tasks or TaskSets([], [], []),

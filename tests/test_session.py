@@ -36,7 +36,7 @@ def test_the_engine_gets_what_the_trainer_leaves() -> None:
 
 def test_tensor_parallelism_must_fit_the_ranks_and_the_engine(policy: Policy, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="is local; set it to 1"):
-        build_engine(Config(engine=EngineConfig(tensor_parallel=2)), policy, tmp_path)
+        build_engine(Config(engine=EngineConfig(tensor_parallel=2)), policy)
 
 
 @pytest.mark.parametrize("verify", [False, True])

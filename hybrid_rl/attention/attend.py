@@ -52,7 +52,12 @@ class AttentionLayout(Protocol):
     def to(self, device: object) -> AttentionLayout: ...
 
 
-UNSUPPORTED = ("position_bias", "indices", "block_indices", "sinks")  # what some families hand to attention, and no layout computes
+UNSUPPORTED = (
+    "position_bias",
+    "indices",
+    "block_indices",
+    "sinks",
+)  # what some families hand to attention, and no layout computes
 
 
 def attend_with_layout(
@@ -62,7 +67,9 @@ def attend_with_layout(
 ) -> tuple[Tensor, None]:  # fmt: skip
     """The function transformers calls; refuses what a layout does not compute instead of ignoring it."""
     if layout is None:
-        raise ValueError(f"{type(module).__name__} was called without a layout, or does not hand keyword arguments to its attention")
+        raise ValueError(
+            f"{type(module).__name__} was called without a layout, or does not hand keyword arguments to its attention"
+        )
     unsupported = [name for name in UNSUPPORTED if other.get(name) is not None]
     if other.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         unsupported.append("attention to later tokens")
@@ -87,7 +94,9 @@ def configured_windows(config: PreTrainedConfig) -> list[int | None]:
     if not layers:
         return [window] * text.num_hidden_layers
     if other := sorted(set(layers) - {"full_attention", "sliding_attention", "chunked_attention"}):
-        raise ValueError(f"it has layers of {', '.join(other)}; only full_attention and sliding_attention are supported")
+        raise ValueError(
+            f"it has layers of {', '.join(other)}; only full_attention and sliding_attention are supported"
+        )
     return [window if layer == "sliding_attention" else None for layer in layers]
 
 
@@ -151,7 +160,11 @@ class Padded:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, how: LayerAttention) -> Tensor:
         q, k, v = (x[0].unflatten(1, (-1, self.width)).transpose(0, 1) for x in (query, key, value))  # [B, H, width, D]
-        return attention(q, k, v, how, self._bands.of(self.width, how.window, q.device)).transpose(1, 2).flatten(0, 1)[None]
+        return (
+            attention(q, k, v, how, self._bands.of(self.width, how.window, q.device))
+            .transpose(1, 2)
+            .flatten(0, 1)[None]
+        )
 
     def to(self, device: object) -> Padded:
         return self

@@ -59,9 +59,14 @@ class Trees:
         self.prompts = pad_sequence(prompts, batch_first=True)
         self._bands = Bands(self.prompts.shape[1])
         self.buckets = [_bucket(chunk) for chunk in chunks]
-        self.order = torch.empty(start, dtype=torch.int64)  # where each flat token's result lies in [prompts; buckets] end to end
+        self.order = torch.empty(
+            start, dtype=torch.int64
+        )  # where each flat token's result lies in [prompts; buckets] end to end
         place = 0
-        tables = [(self.prompts, prompts), *((b.queries, [own for _, own in c]) for b, c in zip(self.buckets, chunks, strict=True))]
+        tables = [
+            (self.prompts, prompts),
+            *((b.queries, [own for _, own in c]) for b, c in zip(self.buckets, chunks, strict=True)),
+        ]
         for padded, rows in tables:
             for row, positions in enumerate(rows):
                 self.order[positions] = place + row * padded.shape[1] + torch.arange(len(positions))
@@ -79,7 +84,11 @@ class Trees:
         return torch.cat([r.transpose(1, 2).flatten(0, 1) for r in results])[self.order][None]
 
     def to(self, device: object) -> Trees:
-        for owner, name in [(self, "prompts"), (self, "order"), *((b, n) for b in self.buckets for n in ("queries", "keys", "last"))]:
+        for owner, name in [
+            (self, "prompts"),
+            (self, "order"),
+            *((b, n) for b in self.buckets for n in ("queries", "keys", "last")),
+        ]:
             setattr(owner, name, getattr(owner, name).to(device))
         return self
 
@@ -88,5 +97,8 @@ def _bucket(branches: list[tuple[Tensor, Tensor]]) -> _Bucket:
     queries = pad_sequence([branch for _, branch in branches], batch_first=True)
     keys = pad_sequence([torch.cat(pair) for pair in branches], batch_first=True)
     # token t of a branch is key P + t after its prompt; padding must see a key too, or its gradient would be 0 · NaN
-    last = torch.tensor([len(prompt) for prompt, _ in branches])[:, None, None, None] + torch.arange(queries.shape[1])[:, None]
+    last = (
+        torch.tensor([len(prompt) for prompt, _ in branches])[:, None, None, None]
+        + torch.arange(queries.shape[1])[:, None]
+    )
     return _Bucket(queries, keys, last.clamp(max=keys.shape[1] - 1))

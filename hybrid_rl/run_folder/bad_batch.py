@@ -20,7 +20,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hybrid_rl.config import Config
-from hybrid_rl.policy.layout import choose_layout
 from hybrid_rl.policy.model import Policy
 from hybrid_rl.policy.numbers import Fault, agreed
 from hybrid_rl.run_folder import checkpoint
@@ -56,10 +55,10 @@ class BadBatches:
     progress: Progress
     say: Callable[[str], None]
 
-    def keep(self, bad: BadBatch, fault: Fault, model: Policy, begun_as: Path) -> None:
+    def keep(self, bad: BadBatch, fault: Fault, model: Policy) -> None:
         """Name the fault, and write the batch unless the run has already kept enough. Collective.
 
-        `model` is the one whose numbers they are; it began as the model in the folder `begun_as`.
+        `model` is the one whose numbers they are.
         """
         ranks = model.ranks
         fault = agreed(ranks, fault)
@@ -80,9 +79,9 @@ class BadBatches:
                 "fault": {**asdict(fault), "value": str(fault.value)},
                 "chosen": list(bad.chosen),
                 "columns": list(bad.columns),
-                "layout": choose_layout(self.config.policy.layout, model.device),
+                "layout": model.layout,
                 "ranks": ranks.world,
-                "model": self._named(begun_as.resolve()),
+                "model": self._named(model.folder.resolve()),
                 "checkpoint": last[-1].name if last else None,
                 **bad.facts,
             }
