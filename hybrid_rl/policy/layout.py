@@ -43,7 +43,10 @@ class SampledTokens:
 def sampled_tokens(rollouts: Sequence[Rollout], device: Any = "cpu") -> SampledTokens:
     logprobs = [lp for r in rollouts for lp, m in zip(r.logprobs, r.loss_mask, strict=True) if m]
     index = [i for i, r in enumerate(rollouts) for m in r.loss_mask if m]
-    return SampledTokens(torch.tensor(logprobs, dtype=torch.float32, device=device), torch.tensor(index, dtype=torch.int64, device=device))
+    return SampledTokens(
+        torch.tensor(logprobs, dtype=torch.float32, device=device),
+        torch.tensor(index, dtype=torch.int64, device=device),
+    )
 
 
 def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]:
@@ -105,7 +108,9 @@ def share_out(rollouts: Sequence[Rollout], layout: Layout, ranks: int) -> list[l
     return [sorted(part) for part in parts]
 
 
-def _plan(rollouts: Sequence[Rollout], part: list[int], layout: Layout, row_tokens: int, width: int) -> list[list[_Unit]]:
+def _plan(
+    rollouts: Sequence[Rollout], part: list[int], layout: Layout, row_tokens: int, width: int
+) -> list[list[_Unit]]:
     """The units of each row of one rank."""
     units = _trees(rollouts, part, row_tokens) if layout == "trees" else [_Unit(0, [i]) for i in part]
     if layout == "padded":
@@ -113,7 +118,9 @@ def _plan(rollouts: Sequence[Rollout], part: list[int], layout: Layout, row_toke
             raise ValueError(f"a sample of {width} tokens does not fit a row of {row_tokens}")
         per_row = row_tokens // max(1, width)
         return [units[i : i + per_row] for i in range(0, len(units), per_row)]
-    return [[units[u] for u in row] for row in first_fit_decreasing([unit.tokens(rollouts) for unit in units], row_tokens)]
+    return [
+        [units[u] for u in row] for row in first_fit_decreasing([unit.tokens(rollouts) for unit in units], row_tokens)
+    ]
 
 
 @dataclass(slots=True)
@@ -142,7 +149,9 @@ def _trees(rollouts: Sequence[Rollout], part: list[int], row_tokens: int) -> lis
     return units
 
 
-def _row(units: list[_Unit], rollouts: Sequence[Rollout], starts: list[int], trees: bool = False, pad_to: int = 0) -> PackedBatch:
+def _row(
+    units: list[_Unit], rollouts: Sequence[Rollout], starts: list[int], trees: bool = False, pad_to: int = 0
+) -> PackedBatch:
     ids: list[int] = []
     positions: list[int] = []
     predict_at: list[int] = []
@@ -171,7 +180,14 @@ def _row(units: list[_Unit], rollouts: Sequence[Rollout], starts: list[int], tre
         else Packed([u.tokens(rollouts) for u in units])
     )  # fmt: skip
     as_tensor = lambda values: torch.tensor(values, dtype=torch.int64)  # noqa: E731
-    return PackedBatch(as_tensor(ids), as_tensor(positions), attention, as_tensor(predict_at), as_tensor(targets), as_tensor(token_index))
+    return PackedBatch(
+        as_tensor(ids),
+        as_tensor(positions),
+        attention,
+        as_tensor(predict_at),
+        as_tensor(targets),
+        as_tensor(token_index),
+    )
 
 
 def _idle_row() -> PackedBatch:

@@ -60,7 +60,9 @@ def token_cross_entropy(hidden: Tensor, head: ToLogits, targets: Tensor, label_s
     return _in_chunks(one_chunk, hidden, targets, chunk)[0]
 
 
-def _in_chunks(function: Callable[[Tensor, Tensor], tuple[Tensor, ...]], hidden: Tensor, targets: Tensor, chunk: int) -> tuple[Tensor, ...]:
+def _in_chunks(
+    function: Callable[[Tensor, Tensor], tuple[Tensor, ...]], hidden: Tensor, targets: Tensor, chunk: int
+) -> tuple[Tensor, ...]:
     """`function` on `chunk` tokens at a time, each chunk computed again in backward; except where one chunk holds everything."""
     if len(targets) <= chunk:
         return function(hidden, targets)

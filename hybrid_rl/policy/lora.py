@@ -30,11 +30,19 @@ def inject(model: PreTrainedModel, config: LoraConfig) -> None:
 
     names = _matrices(model, config.targets)
     wanted = peft.LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=names, task_type="CAUSAL_LM")
-    peft.inject_adapter_in_model(wanted, model, NAME)  # not model.add_adapter, which insists on a newer peft than it needs
-    adapted = {name.removesuffix(".base_layer"): module for name, module in model.named_modules() if name.endswith(".base_layer")}
+    peft.inject_adapter_in_model(
+        wanted, model, NAME
+    )  # not model.add_adapter, which insists on a newer peft than it needs
+    adapted = {
+        name.removesuffix(".base_layer"): module
+        for name, module in model.named_modules()
+        if name.endswith(".base_layer")
+    }
     if adapted.keys() != set(names) or not all(isinstance(module, nn.Linear) for module in adapted.values()):
         differ = sorted(adapted.keys() ^ set(names))
-        raise ValueError(f"policy.lora.targets: peft puts adapters elsewhere than on {type(model).__name__}'s linear modules: {differ[:3]}")
+        raise ValueError(
+            f"policy.lora.targets: peft puts adapters elsewhere than on {type(model).__name__}'s linear modules: {differ[:3]}"
+        )
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))
 
@@ -51,14 +59,18 @@ def _matrices(model: PreTrainedModel, targets: list[str]) -> list[str]:
     kind = type(model).__name__
     if list(targets) == ["all-linear"]:
         if not free:
-            raise ValueError(f"policy.lora: {kind} has no linear module below its head that can have an adapter; set policy.lora.rank=0")
+            raise ValueError(
+                f"policy.lora: {kind} has no linear module below its head that can have an adapter; set policy.lora.rank=0"
+            )
         return free
     found = {target: [name for name in linear if f".{name}".endswith(f".{target}")] for target in targets}
     for target, names in found.items():
         if not names:
             known = {name.rpartition(".")[2] for name in linear}
             near = ", ".join(difflib.get_close_matches(target.rpartition(".")[2], sorted(known), 3, 0.0))
-            raise ValueError(f"policy.lora.targets: {target} names no linear module of {kind} below its head; the nearest are {near}")
+            raise ValueError(
+                f"policy.lora.targets: {target} names no linear module of {kind} below its head; the nearest are {near}"
+            )
         if taken := [name for name in names if name not in free]:
             raise ValueError(
                 f"policy.lora.targets: {target} names {taken[0]}, and peft takes {taken[0].rpartition('.')[2]} in {kind} for its fused "
@@ -106,7 +118,9 @@ def disabled(model: nn.Module) -> Iterator[None]:
     """The model as it was before any adapter."""
     layers: list[Any] = [m for m in model.modules() if hasattr(m, "_disable_adapters")]
     for layer in layers:
-        layer._disable_adapters = True  # peft's public switch also changes what requires a gradient, and FSDP has wrapped that
+        layer._disable_adapters = (
+            True  # peft's public switch also changes what requires a gradient, and FSDP has wrapped that
+        )
     try:
         yield
     finally:

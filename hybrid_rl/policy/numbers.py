@@ -87,7 +87,9 @@ def agreed(ranks: Ranks, fault: Fault) -> Fault:
 def broken_weight(policy: Policy) -> str | None:
     """The name of a weight that is not finite, or None. Collective: every rank looks at its own rows, and all return the same."""
     rows = [local(p) for p in policy.parameters.values()]
-    sums = torch.stack([r.sum(dtype=torch.float32) for r in rows])  # the cheapest that a NaN or infinity leaves a trace in
+    sums = torch.stack(
+        [r.sum(dtype=torch.float32) for r in rows]
+    )  # the cheapest that a NaN or infinity leaves a trace in
     bad = (~sums.isfinite().all()).float()
     if not float(policy.ranks.sum(bad)):
         return None

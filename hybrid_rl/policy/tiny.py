@@ -32,7 +32,9 @@ def character_tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([START, END, PAD])
     tokenizer.add_tokens([AddedToken(word, normalized=False) for word in (*ROLES, *words)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, chat_template=CHAT_TEMPLATE)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, chat_template=CHAT_TEMPLATE
+    )
 
 
 def create(folder: Path, config: TinyConfig, seed: int) -> None:
