@@ -1,7 +1,7 @@
 """Attention for group trees: a group's prompt is computed once and its completions are branches of it.
 
-A tree of G completions after a prompt of P tokens costs P + ΣC tokens in every linear layer instead of G·P + ΣC. Only in
-attention is the prompt laid before each branch again, as keys and values that are already there.
+A tree of G completions after a prompt of P tokens costs P + ΣC tokens in every linear layer instead of G·P + ΣC. Only
+in attention is the prompt laid before each branch again, as keys and values that are already there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ BUCKET = 32  # branches of similar length that are padded to one length and atte
 
 @dataclass(slots=True)
 class _Bucket:
-    """B branches: flat positions of their own tokens, [B, C], and of prompt and branch, [B, L]; `last` [B, 1, C, 1] is each own key."""
+    """B branches: flat positions of their own tokens, [B, C], and of prompt and branch, [B, L]; `last` [B, 1, C, 1] is
+    each own key."""
 
     queries: Tensor
     keys: Tensor
@@ -27,7 +28,8 @@ class _Bucket:
     _seen: dict[int | None, Tensor] = field(default_factory=dict)
 
     def seen(self, window: int | None) -> Tensor:
-        """What each token may see, [B, 1, C, L]: the `window` keys that end with its own. Made once a window for all layers."""
+        """What each token may see, [B, 1, C, L]: the `window` keys that end with its own. Made once a window for all
+        layers."""
         if window is not None and window >= self.keys.shape[1]:
             window = None
         if window not in self._seen:
@@ -40,8 +42,8 @@ class _Bucket:
 class Trees:
     """`trees` lists (prompt length, branch lengths); in the flat row [1, T] each prompt is followed by its branches.
 
-    Attention gathers tokens into padded tensors, prompts [N, P] and buckets of branches, and brings the results back into
-    the flat order. Padding exists only there, never in the linear layers.
+    Attention gathers tokens into padded tensors, prompts [N, P] and buckets of branches, and brings the results back
+    into the flat order. Padding exists only there, never in the linear layers.
     """
 
     def __init__(self, trees: list[tuple[int, list[int]]]):

@@ -14,7 +14,8 @@ ToLogits = Callable[[Tensor], Tensor]
 
 
 def logits_of(head: nn.Module, config: PreTrainedConfig) -> ToLogits:
-    """The function from hidden states to a model's logits: its head, then the scale and the softcap that config.json may have.
+    """The function from hidden states to a model's logits: its head, then the scale and the softcap that config.json
+    may have.
 
     Loading a model compares it with the model's own logits.
     """
@@ -52,7 +53,8 @@ def token_logprobs(
 
 
 def token_cross_entropy(hidden: Tensor, head: ToLogits, targets: Tensor, label_smoothing: float, chunk: int) -> Tensor:
-    """Supervised loss of each token, [M] float32 in nats: (1−ε)·(−log π(target)) + ε·mean over the vocabulary of −log π."""
+    """Supervised loss of each token, [M] float32 in nats: (1−ε)·(−log π(target)) + ε·mean over the vocabulary of −log
+    π."""
 
     def one_chunk(hidden: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
         return (cross_entropy(head(hidden).float(), targets, reduction="none", label_smoothing=label_smoothing),)
@@ -63,7 +65,8 @@ def token_cross_entropy(hidden: Tensor, head: ToLogits, targets: Tensor, label_s
 def _in_chunks(
     function: Callable[[Tensor, Tensor], tuple[Tensor, ...]], hidden: Tensor, targets: Tensor, chunk: int
 ) -> tuple[Tensor, ...]:
-    """`function` on `chunk` tokens at a time, each chunk computed again in backward; except where one chunk holds everything."""
+    """`function` on `chunk` tokens at a time, each chunk computed again in backward; except where one chunk holds
+    everything."""
     if len(targets) <= chunk:
         return function(hidden, targets)
     pieces = zip(hidden.split(chunk), targets.split(chunk), strict=True)

@@ -48,10 +48,12 @@ def inject(model: PreTrainedModel, config: LoraConfig) -> None:
 
 
 def _matrices(model: PreTrainedModel, targets: list[str]) -> list[str]:
-    """Return whole names of the linear modules that are meant: a target is a module's name or its end, as in peft, and must name one.
+    """Return whole names of the linear modules that are meant: a target is a module's name or its end, as in peft, and
+    must name one.
 
-    The head is left out: it may be the embedding. So are experts that are fused into one parameter, which are no modules, and with them
-    modules whose name peft takes for an expert's (a dense or shared MLP beside experts): it could not read such an adapter again.
+    The head is left out: it may be the embedding. So are experts that are fused into one parameter, which are no
+    modules, and with them modules whose name peft takes for an expert's (a dense or shared MLP beside experts): it
+    could not read such an adapter again.
     """
     head, experts = model.get_output_embeddings(), _expert_names(model)
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
@@ -94,7 +96,8 @@ def is_adapter(name: str) -> bool:
 
 
 def merged(parameters: dict[str, nn.Parameter], model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """(plain name, parameter, this rank's rows of W + (α / r) · B A) of every weight that is not an adapter. Collective.
+    """(plain name, parameter, this rank's rows of W + (α / r) · B A) of every weight that is not an adapter.
+    Collective.
 
     B is sharded over the same rows as W, so only the small A has to be whole.
     """

@@ -1,4 +1,5 @@
-"""A model in its role (policy, reference, teacher): a causal LM of transformers, sharded where there are several ranks."""
+"""A model in its role (policy, reference, teacher): a causal LM of transformers, sharded where there are several
+ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ PerToken = Callable[[Tensor, nn.Module, Tensor], object]
 
 
 class _Scored(nn.Module):
-    """Hidden states and head in one module, so that FSDP keeps the head's parameters whole while chunks of logits are made."""
+    """Hidden states and head in one module, so that FSDP keeps the head's parameters whole while chunks of logits are
+    made."""
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
@@ -50,8 +52,8 @@ class _Scored(nn.Module):
 class Policy(Offloaded):
     """Float32 parameters; `dtype` is what forward and backward compute in.
 
-    On one rank in float32 `model` is a plain module. Otherwise its parameters are FSDP2 shards, and `sampler` is a second,
-    empty module for the engine: `gather` lends it the unsharded parameters, `reshard` takes them back.
+    On one rank in float32 `model` is a plain module. Otherwise its parameters are FSDP2 shards, and `sampler` is a
+    second, empty module for the engine: `gather` lends it the unsharded parameters, `reshard` takes them back.
     `parameters` and `trainable` name the persistent ones, plain or sharded, each memory once.
     """
 
@@ -139,7 +141,7 @@ class Policy(Offloaded):
         model.generation_config = self.generation
         return model
 
-    # ---- training --------------------------------------------------------------------------------------------------------
+    # ---- training ----------------------------------------------------------------------------------------------------
 
     @property
     def layout(self) -> Layout:
@@ -147,7 +149,8 @@ class Policy(Offloaded):
         return choose_layout(self.settings.layout, self.device)
 
     def rows(self, rollouts: Sequence[Rollout]) -> Iterator[PackedBatch]:
-        """Yield this rank's rows of the rollouts, on the device; every rank yields as many. The one walk over a batch."""
+        """Yield this rank's rows of the rollouts, on the device; every rank yields as many. The one walk over a
+        batch."""
         for row in pack(rollouts, self.layout, self.settings.row_tokens, self.ranks):
             yield row.to(self.device)
             hangs.progress()
@@ -182,7 +185,7 @@ class Policy(Offloaded):
         """Return every token that ends a completion."""
         return end_ids(self.tokenizer, self.generation, self.vocabulary, folder_of(self.config))
 
-    # ---- whose turn it is with the device --------------------------------------------------------------------------------
+    # ---- whose turn it is with the device --------------------------------------------------------------------------
 
     def gather(self) -> None:
         """Lend the sampler the whole parameters, unsharded in place, in the compute dtype. Collective."""
@@ -192,7 +195,8 @@ class Policy(Offloaded):
             self._loan = Loan(self.sampler, self.model)
 
     def reshard(self) -> int:
-        """Take the whole parameters back from the sampler; returns the bytes freed. Raises RuntimeError if they are still there."""
+        """Take the whole parameters back from the sampler; returns the bytes freed. Raises RuntimeError if they are
+        still there."""
         storages: dict[int, torch.UntypedStorage] = {}
         if self._loan:
             storages = {tensor.data_ptr(): tensor.untyped_storage() for tensor in self._loan.tensors()}
@@ -215,7 +219,8 @@ class Policy(Offloaded):
     def buckets(self, dtype: torch.dtype, size: int, merged: bool = True) -> Iterator[dict[str, Tensor]]:
         """All weights whole in buckets of about `size` bytes of `dtype`; valid until the next is asked for. Collective.
 
-        Sharded ones are cast to `dtype` before they are gathered; plain ones come as they are, to be cast by who copies them.
+        Sharded ones are cast to `dtype` before they are gathered; plain ones come as they are, to be cast by who copies
+        them.
 
         Named as transformers names them; `merged` adds each adapter's product to its matrix and leaves adapters out.
         """
@@ -229,7 +234,8 @@ class Policy(Offloaded):
             yield {name: b.to(dtype) if b.is_floating_point() else b for name, b in self._buffers.items()}
 
     def export(self, folder: str | Path, float32: bool = False) -> None:
-        """Write the folder that the policy was loaded from with the trained weights, adapters merged, in the files' dtype or in float32.
+        """Write the folder that the policy was loaded from with the trained weights, adapters merged, in the files'
+        dtype or in float32.
 
         Where adapters are trained, `<folder>_adapter` holds them alone, as peft reads them. Collective; rank 0 writes.
         """
@@ -258,7 +264,8 @@ class SideModel(Policy):
     """A model of its own beside the policy, which waits in host memory while idle."""
 
     def waits(self) -> bool:
-        """Always on a GPU; on the CPU if policy.offload says so, but not on one rank, whose parameters lie in a mapped file."""
+        """Always on a GPU; on the CPU if policy.offload says so, but not on one rank, whose parameters lie in a mapped
+        file."""
         return self.device.type != "cpu" or (self.settings.offload == Offload.all and self.ranks.world > 1)
 
 

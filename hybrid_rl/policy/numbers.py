@@ -1,4 +1,5 @@
-"""Numbers that are not finite: found where they appear and named by sample. Where all is well that costs one look at the device."""
+"""Numbers that are not finite: found where they appear and named by sample. Where all is well that costs one look at
+the device."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ GRADIENT = "gradient"
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """The first number that is not finite. `position` is that of the token in its rollout's `token_ids`, the prompt included."""
+    """The first number that is not finite. `position` is that of the token in its rollout's `token_ids`, the prompt
+    included."""
 
     what: str  # "advantage", "log-probability", "gradient of model.norm.weight", …
     value: float = math.nan
@@ -41,7 +43,8 @@ def finite(columns: Iterable[Tensor]) -> bool:
 
 
 def find(columns: Mapping[str, Tensor], rollouts: Sequence[Rollout]) -> Fault | None:
-    """The first number that is not finite, column by column. A column has an entry for each rollout [R] or each sampled token [N]."""
+    """The first number that is not finite, column by column. A column has an entry for each rollout [R] or each sampled
+    token [N]."""
     tokens = sum(r.sampled for r in rollouts)
     for what, column in columns.items():
         bad = (~column.isfinite()).nonzero()[:1].flatten().tolist()
@@ -78,14 +81,16 @@ def _at(what: str, value: float, r: Rollout, position: int | None = None) -> Fau
 
 
 def agreed(ranks: Ranks, fault: Fault) -> Fault:
-    """The fault that all ranks name: that of the first rank whose rows show which parameter's gradient it is. Collective."""
+    """The fault that all ranks name: that of the first rank whose rows show which parameter's gradient it is.
+    Collective."""
     faults = ranks.all_gather(fault)
     return next((f for f in faults if f.what != GRADIENT), faults[0])
 
 
 @torch.no_grad()
 def broken_weight(policy: Policy) -> str | None:
-    """The name of a weight that is not finite, or None. Collective: every rank looks at its own rows, and all return the same."""
+    """The name of a weight that is not finite, or None. Collective: every rank looks at its own rows, and all return
+    the same."""
     rows = [local(p) for p in policy.parameters.values()]
     sums = torch.stack(
         [r.sum(dtype=torch.float32) for r in rows]

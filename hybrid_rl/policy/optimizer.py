@@ -1,4 +1,5 @@
-"""AdamW with clipping and a learning-rate course; a step with a number that is not finite is skipped, counted, and bounded."""
+"""AdamW with clipping and a learning-rate course; a step with a number that is not finite is skipped, counted, and
+bounded."""
 
 from __future__ import annotations
 
@@ -38,15 +39,22 @@ class StepResult:
 class Optimizer(Offloaded):
     """AdamW of `policy.trainable`: plain or sharded float32 parameters by name, with float32 moments like them.
 
-    `total_steps` is the length of the schedule and `steps` the place in it: each step advances it, and whoever has steps without an update
-    sets it. `bad` counts skipped steps in a row. In float16 small gradients would become 0: the loss is multiplied by `scale` before
-    backward, which halves at every overflow and doubles after SCALE_UP_AFTER good steps.
+    `total_steps` is the length of the schedule and `steps` the place in it: each step advances it, and whoever has
+    steps without an update sets it. `bad` counts skipped steps in a row. In float16 small gradients would become 0:
+    the loss is multiplied by `scale` before backward, which halves at every overflow and doubles after SCALE_UP_AFTER
+    good steps.
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, total_steps: int, max_bad_steps: int, *,
-        scaled: bool = False, offload: bool = False,
-    ):  # fmt: skip
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        config: OptimizerConfig,
+        total_steps: int,
+        max_bad_steps: int,
+        *,
+        scaled: bool = False,
+        offload: bool = False,
+    ):
         self.names, self.parameters = list(parameters), list(parameters.values())
         self.scaled, self.scale, self.good = scaled, FIRST_SCALE if scaled else 1.0, 0
         self.offload = offload
@@ -114,7 +122,8 @@ class Optimizer(Offloaded):
             )
 
     def _clip(self) -> float:
-        """The norm over all ranks' gradients before clipping; the same number on every rank. Clips only to a finite norm."""
+        """The norm over all ranks' gradients before clipping; the same number on every rank. Clips only to a finite
+        norm."""
         if self.scale != 1.0:
             for parameter in self.parameters:
                 if parameter.grad is not None:
@@ -139,7 +148,7 @@ class Optimizer(Offloaded):
         elif self.good % SCALE_UP_AFTER == 0:
             self.scale *= 2
 
-    # ---- checkpoints and host memory -----------------------------------------------------------------------------------
+    # ---- checkpoints and host memory ---------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
         """The moments, "<parameter>.exp_avg" and so on, sharded like their parameter; empty before the first step."""

@@ -1,4 +1,5 @@
-"""How long a sample may be, as far as config.json and the modules of a model say: its positions, and chunks of attention."""
+"""How long a sample may be, as far as config.json and the modules of a model say: its positions, and chunks of
+attention."""
 
 from __future__ import annotations
 

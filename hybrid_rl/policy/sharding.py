@@ -1,7 +1,8 @@
 """FSDP2: how parameters are spread over ranks, filled, and gathered again.
 
-Each decoder layer is a unit of its own, embeddings and head the last one. Parameters are float32 shards along their first
-dimension; a unit's whole parameters exist, in the compute dtype, only while it computes, or while the engine samples.
+Each decoder layer is a unit of its own, embeddings and head the last one. Parameters are float32 shards along their
+first dimension; a unit's whole parameters exist, in the compute dtype, only while it computes, or while the engine
+samples.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from hybrid_rl.processes.ranks import BACKENDS, Ranks, patient
 
 
 def make_mesh(ranks: Ranks, size: int, device: torch.device) -> DeviceMesh:
-    """Groups of `size` neighbouring ranks share one copy of the parameters; several groups are replicas (hybrid sharding)."""
+    """Groups of `size` neighbouring ranks share one copy of the parameters; several groups are replicas (hybrid
+    sharding)."""
     if (
         not dist.is_initialized()
     ):  # one rank that computes in half precision: FSDP casts for it, and wants a group even of one
@@ -34,8 +36,8 @@ def make_mesh(ranks: Ranks, size: int, device: torch.device) -> DeviceMesh:
 
 
 def shard(root: nn.Module, layer_classes: set[str], mesh: DeviceMesh, dtype: torch.dtype) -> list[FSDPModule]:
-    """Wrap each layer, then `root`; returns the units. Gradients are summed over ranks, in float32: the loss is divided by the
-    whole batch's tokens before backward, so no rank's share counts more than its tokens."""
+    """Wrap each layer, then `root`; returns the units. Gradients are summed over ranks, in float32: the loss is divided
+    by the whole batch's tokens before backward, so no rank's share counts more than its tokens."""
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     replicas = (
         mesh.ndim == 2 and mesh.size(-1) == 1
@@ -51,7 +53,8 @@ def shard(root: nn.Module, layer_classes: set[str], mesh: DeviceMesh, dtype: tor
 
 @torch.no_grad()
 def scatter(model: nn.Module, whole: nn.Module | None, device: torch.device) -> None:
-    """Fill a sharded `model` from rank 0's `whole`, one tensor at a time: no other rank ever holds more than one of them whole."""
+    """Fill a sharded `model` from rank 0's `whole`, one tensor at a time: no other rank ever holds more than one of
+    them whole."""
     source = dict(whole.named_parameters()) if whole else {}
     for name, parameter in model.named_parameters():
         full = source[name].to(device) if whole else torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
@@ -80,7 +83,8 @@ class Gathering:
         self._buffer = torch.empty(0, dtype=dtype, device=device)
 
     def buckets(self, parts: Iterator[tuple[str, Tensor, Tensor]]) -> Iterator[dict[str, Tensor]]:
-        """`parts` gives (name, parameter, this rank's rows of the value to gather). Collective: every rank walks all buckets.
+        """`parts` gives (name, parameter, this rank's rows of the value to gather). Collective: every rank walks all
+        buckets.
 
         A bucket's tensors are valid until the next one is asked for.
         """
@@ -117,7 +121,8 @@ class Gathering:
 
 
 def _gather_rows(out: Tensor, rows: Tensor, parameter: Tensor) -> dist.Work | None:
-    """Begin to bring all ranks' `rows` of a tensor sharded like `parameter` into `out`, its first dimension padded to equal shares; cast before."""
+    """Begin to bring all ranks' `rows` of a tensor sharded like `parameter` into `out`, its first dimension padded to
+    equal shares; cast before."""
     mesh = parameter.device_mesh  # type: ignore[attr-defined]
     share = len(out) // mesh.size(-1)
     own = out[mesh.get_local_rank(-1) * share :][:share]

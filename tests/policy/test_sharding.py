@@ -181,10 +181,11 @@ def train_and_sample(ranks: Ranks, folder: Path, settings: PolicyConfig, steps: 
         policy.trainable, OptimizerConfig(lr=3e-3), steps, 3, offload=settings.offload != Offload.none
     )
     turns, bytes_ = [], []
-    held = lambda: sum(
-        {local(t).untyped_storage().data_ptr(): local(t).untyped_storage().size() for t in owned()}.values()
-    )  # noqa: E731
-    owned = lambda: [*policy.parameters.values(), *optimizer.tensors().values()]  # noqa: E731
+
+    def held() -> int:
+        owned = [local(t).untyped_storage() for t in (*policy.parameters.values(), *optimizer.tensors().values())]
+        return sum({storage.data_ptr(): storage.size() for storage in owned}.values())
+
     for version in range(steps):
         hand_over(policy, engine, version, optimizer, verify=True)
         turns.append(sample(policy, engine))
