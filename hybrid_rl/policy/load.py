@@ -191,7 +191,7 @@ def _check_forward(model: PreTrainedModel, row_tokens: int) -> None:
 
 
 def _eager(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """Logits of one sample with the model's own attention."""
+    """Return the logits of one sample, [1, T, V], by the model's own attention."""
     model.set_attn_implementation("eager")
     try:
         return model(input_ids=ids, use_cache=False).logits

@@ -44,7 +44,8 @@ class _Scored(nn.Module):
         self.model = model
 
     def forward(self, row: PackedBatch, per_token: PerToken) -> object:
-        """`per_token(hidden [M, d], head, targets [M])` on the hidden states that predict the row's sampled tokens."""
+        """Call `per_token(hidden [M, d], head, targets [M])` on the hidden states that predict the row's sampled
+        tokens."""
         hidden = hidden_states(self.model, row.input_ids[None], row.position_ids[None], row.layout)
         return per_token(hidden[0, row.predict_at], self.model.get_output_embeddings(), row.targets)
 
@@ -126,7 +127,7 @@ class Policy(Offloaded):
         share_buffers(self.sampler, self.model)
 
     def _empty(self) -> PreTrainedModel:
-        """The model without memory for its parameters, with adapters where they are trained."""
+        """Return the model without memory for its parameters, with adapters if they are trained."""
         return self._adapt(self._skeleton())
 
     def _adapt(self, model: PreTrainedModel) -> PreTrainedModel:
@@ -156,7 +157,7 @@ class Policy(Offloaded):
             hangs.progress()
 
     def logprobs(self, row: PackedBatch, temperature: float, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
-        """log π and entropy, [M] float32, of the row's sampled tokens, at the sampling temperature."""
+        """Return log π and entropy in nats, [M] float32, of the row's sampled tokens, at the sampling temperature."""
         return self._scored(
             row,
             lambda hidden, head, targets: token_logprobs(
@@ -165,7 +166,7 @@ class Policy(Offloaded):
         )
 
     def cross_entropy(self, row: PackedBatch, label_smoothing: float) -> Tensor:
-        """Supervised loss, [M] float32, of the row's target tokens."""
+        """Return the supervised loss, [M] float32 in nats, of the row's target tokens."""
         return self._scored(
             row,
             lambda hidden, head, targets: token_cross_entropy(
@@ -210,14 +211,16 @@ class Policy(Offloaded):
         return freed
 
     def waits(self) -> bool:
-        """Whether the shards go to host memory: not on one rank, whose engine samples from these very parameters."""
+        """Tell whether the shards go to host memory: not on one rank, whose engine samples from these very
+        parameters."""
         return self.settings.offload == Offload.all and bool(self._units)
 
     def waiting(self) -> Iterator[Tensor]:
         return (local(p) for p in self.parameters.values())
 
     def buckets(self, dtype: torch.dtype, size: int, merged: bool = True) -> Iterator[dict[str, Tensor]]:
-        """All weights whole in buckets of about `size` bytes of `dtype`; valid until the next is asked for. Collective.
+        """Yield all weights whole in buckets of about `size` bytes of `dtype`; valid until the next is asked for.
+        Collective.
 
         Sharded ones are cast to `dtype` before they are gathered; plain ones come as they are, to be cast by who copies
         them.
@@ -255,7 +258,7 @@ class Policy(Offloaded):
     def _on_main(
         self, buckets: Iterator[dict[str, Tensor]], wanted: Callable[[str], bool] = lambda name: True
     ) -> dict[str, Tensor]:
-        """Copies of whole weights in rank 0's host memory; nothing on the other ranks."""
+        """Return copies of whole weights in rank 0's host memory; nothing on the other ranks."""
         items = (item for bucket in buckets for item in bucket.items())
         return {name: t.detach().to("cpu", copy=True) for name, t in items if self.ranks.main and wanted(name)}
 
@@ -264,18 +267,19 @@ class SideModel(Policy):
     """A model of its own beside the policy, which waits in host memory while idle."""
 
     def waits(self) -> bool:
-        """Always on a GPU; on the CPU if policy.offload says so, but not on one rank, whose parameters lie in a mapped
-        file."""
+        """Wait always on a GPU; on the CPU if policy.offload says so, but not on one rank, whose parameters lie in a
+        mapped file."""
         return self.device.type != "cpu" or (self.settings.offload == Offload.all and self.ranks.world > 1)
 
 
 def compute_dtype(precision: Precision, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 on a GPU and float32 on the CPU."""
+    """Return the dtype to compute in; `auto` is bfloat16 on a GPU and float32 on the CPU."""
     return DTYPES.get(precision, torch.bfloat16 if device.type == "cuda" else torch.float32)
 
 
 def pick_device(choice: str) -> torch.device:
-    """`auto` is the GPU where there is one. Raises ModelError for a device that is not there."""
+    """Return the device of the choice; `auto` is the GPU if there is one. Raises ModelError for a device that is not
+    there."""
     if choice == "auto":
         choice = "cuda" if torch.cuda.is_available() else "cpu"
     if choice == "cuda" and not torch.cuda.is_available():

@@ -21,11 +21,9 @@ from hybrid_rl.processes.ranks import BACKENDS, Ranks, patient
 
 
 def make_mesh(ranks: Ranks, size: int, device: torch.device) -> DeviceMesh:
-    """Groups of `size` neighbouring ranks share one copy of the parameters; several groups are replicas (hybrid
-    sharding)."""
-    if (
-        not dist.is_initialized()
-    ):  # one rank that computes in half precision: FSDP casts for it, and wants a group even of one
+    """Make groups of `size` neighbouring ranks that share one copy of the parameters; several groups are replicas
+    (hybrid sharding)."""
+    if not dist.is_initialized():  # one rank in half precision: FSDP casts for it, and wants a group even of one
         dist.init_process_group(BACKENDS[device.type], store=dist.HashStore(), rank=0, world_size=1)
     if size == ranks.world:
         return init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
@@ -68,7 +66,7 @@ def scatter(model: nn.Module, whole: nn.Module | None, device: torch.device) -> 
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's rows of a sharded tensor, or the tensor itself: the same memory."""
+    """Return this rank's rows of a sharded tensor, or the tensor itself: the same memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -83,8 +81,8 @@ class Gathering:
         self._buffer = torch.empty(0, dtype=dtype, device=device)
 
     def buckets(self, parts: Iterator[tuple[str, Tensor, Tensor]]) -> Iterator[dict[str, Tensor]]:
-        """`parts` gives (name, parameter, this rank's rows of the value to gather). Collective: every rank walks all
-        buckets.
+        """Gather `parts` of (name, parameter, this rank's rows of the value to gather). Collective: every rank walks
+        all buckets.
 
         A bucket's tensors are valid until the next one is asked for.
         """
@@ -133,7 +131,7 @@ def _gather_rows(out: Tensor, rows: Tensor, parameter: Tensor) -> dist.Work | No
 
 
 def _padded(parameter: Tensor) -> int:
-    """Elements of the whole parameter with its first dimension rounded up to equal shares."""
+    """Count the elements of the whole parameter with its first dimension rounded up to equal shares."""
     if not isinstance(parameter, DTensor):
         return parameter.numel()
     shares = parameter.device_mesh.size(-1)
