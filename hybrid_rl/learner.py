@@ -1,11 +1,11 @@
 """From a step's scored rollouts to optimizer steps: what each part of `algo` is given, and in which order.
 
-every model's log-probabilities → advantages → corrections → epochs × minibatches of selections, loss, aggregation, gradient, AdamW
+every model's log-probabilities → advantages → corrections → epochs × minibatches of selections, loss, aggregation,
+gradient, AdamW
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,7 +28,7 @@ from hybrid_rl.policy.numbers import Fault, broken_weight, finite
 from hybrid_rl.policy.optimizer import Optimizer, TrainingDiverged, make_optimizer
 from hybrid_rl.policy.roles import Roles, make_critic, make_reference, make_teacher
 from hybrid_rl.policy.rows import as_on_main
-from hybrid_rl.policy.update import Objective, observe, update
+from hybrid_rl.policy.update import Objective, mean_numbers, observe, update
 from hybrid_rl.rollout.collector import Batch
 from hybrid_rl.run_folder.bad_batch import BadBatch, BadBatches
 from hybrid_rl.run_folder.reference import restore_reference, save_reference
@@ -42,7 +42,7 @@ Advantages = dict[tuple[int, int], float]  # of (group id, index): the mean over
 
 @dataclass(slots=True)
 class Lesson:
-    """What all updates of a step learn from: the batch, and of its N sampled tokens the numbers that no update changes."""
+    """What all updates of a step learn from: the batch, and of its N tokens the numbers that no update changes."""
 
     step: int
     batch: Batch
@@ -60,7 +60,7 @@ class Lesson:
 
 
 def make_learner(s: Session, start: int) -> Learner:
-    """Build the learner of a session's RL stage, which goes on after step `start`; models of a resumed run come from its folder."""
+    """Build the learner of a session's RL stage, which goes on after step `start` with the models saved then."""
     config, algo, policy, wanted = s.config, s.config.algo, s.policy, needs(s.config.algo.advantage)
     roles = Roles(policy, config.rollout.temperature)
     restore = partial(restore_reference, s.folder) if start else None
@@ -78,7 +78,7 @@ def make_learner(s: Session, start: int) -> Learner:
 
 
 class Learner:
-    """The parts and models that algo names, and the optimizer. All of it is collective: every rank is given the whole batch.
+    """The parts and models that algo names, and the optimizer. Collective: every rank is given the whole batch.
 
     `keep` names a fault and keeps its batch; it is given the model whose numbers they are.
     """
@@ -90,12 +90,11 @@ class Learner:
         self.greedy = "greedy" in needs(self.algo.advantage)
         self.warmup = self.algo.critic.warmup_steps if self.critic else 0
         self.a_step = self.algo.epochs * self.algo.minibatches  # updates
-        self.optimizer = make_optimizer(
-            self.policy, config.rl.optimizer, max(0, config.rl.steps - self.warmup) * self.a_step
-        )
+        updates = max(0, config.rl.steps - self.warmup) * self.a_step
+        self.optimizer = make_optimizer(self.policy, config.rl.optimizer, updates)
 
     def park(self) -> None:
-        """Make room for the engine with what only updates need, but not the policy's optimizer, which the handover parks."""
+        """Make room for the engine: move what only updates need, but for the optimizer, which the handover parks."""
         if self.critic:
             self.critic.park()
 
@@ -109,8 +108,8 @@ class Learner:
     def learn(self, batch: Batch, step: int) -> tuple[Numbers, Advantages]:
         """Take all updates of RL step number `step`, and note in `batch.trained` which rollouts they used.
 
-        Statistics are means over the updates, None if there was none; "nothing_trained" says then why, by the names of console.NOTHING.
-        Only the mismatch is from before the first update: after it the difference is learning.
+        Statistics are means over the updates, None if there was none; "nothing_trained" says then why, by the names of
+        console.NOTHING. Only the mismatch is from before the first update: after it the difference is learning.
         """
         self._go_to(step)
         numbers: Numbers = dict.fromkeys((*MEASURED, *(["reference_kl"] if self.roles.reference else [])))
@@ -140,25 +139,23 @@ class Learner:
         numbers |= dropped | {"advantage_std": float(advantages[kept].std()) if kept.sum() > 1 else None}
         if scored.values is not None and targets is not None:
             numbers["explained_variance"] = explained_variance(scored.values[kept], targets[kept])
-        numbers |= _means(results) | {"trained": len(batch.trained)}
+        numbers |= mean_numbers(results) | {"trained": len(batch.trained)}
         if not batch.trained:
             numbers["nothing_trained"] = _why_nothing(numbers, scored, lesson)
-        numbers |= (
-            {f"ratio_{name}": value for name, value in quantiles(torch.cat(log_ratios)).items()} if log_ratios else {}
-        )
+        if log_ratios:
+            numbers |= {f"ratio_{name}": value for name, value in quantiles(torch.cat(log_ratios)).items()}
         if self.algo.old_logprobs == OldLogprobs.recomputed:
             numbers["mismatch_kl"] = float(mismatch_kl(scored.old_logprobs, scored.behaviour_logprobs).mean())
-        if self.algo.kl.target:
+        if target := self.algo.kl.target:
             numbers["kl_coef"] = self.kl_coef
             if log_ratios:
-                self.kl_coef = kl.adapted(
-                    self.kl_coef, numbers["reference_kl"], self.algo.kl.target, self.algo.kl.horizon
-                )
+                self.kl_coef = kl.adapted(self.kl_coef, numbers["reference_kl"], target, self.algo.kl.horizon)
         means = scored.mean_of_rollout(advantages).tolist()
         return numbers, {(r.group_id, r.index): a for r, a in zip(batch.rollouts, means, strict=True)}
 
     def _go_to(self, step: int, update: int = 0) -> None:
-        """Set both schedules to an update of a step. The learning rate follows the steps of the run, those without an update included."""
+        """Set both schedules to an update of a step; the learning rates follow all steps, those without an update
+        too."""
         self.optimizer.steps = max(0, (step - 1 - self.warmup) * self.a_step + update)
         if self.critic:
             self.critic.optimizer.steps = (step - 1) * self.a_step + update
@@ -167,9 +164,8 @@ class Learner:
         """Return the batch's numbers from every model, before any of them moves."""
         algo, rollouts, device = self.algo, batch.rollouts, self.policy.device
         behaviour = sampled_tokens(rollouts, device).behaviour_logprobs
-        found = self.roles.columns(
-            [rollouts[i.start : i.stop] for i in minibatches], algo.old_logprobs == OldLogprobs.recomputed
-        )
+        rows = [rollouts[i.start : i.stop] for i in minibatches]
+        found = self.roles.columns(rows, recompute=algo.old_logprobs == OldLogprobs.recomputed)
         cut = [algo.mask_truncated and r.finish_reason == "length" for r in rollouts]
         names = dict.fromkeys(name for r in rollouts for name in r.reward_parts)
         parts = {name: [r.reward_parts.get(name, 0.0) for r in rollouts] for name in names}
@@ -210,7 +206,10 @@ class Learner:
     def _take_update(
         self, lesson: Lesson, members: list[int], given: Given, chosen: Tensor
     ) -> tuple[dict[str, float], Tensor | None]:
-        """Take one update of the critic, if there is one, and one of the policy after the warm-up; returns numbers and log-ratios."""
+        """Take one update of the critic, if there is one, and after the warm-up one of the policy.
+
+        Returns their numbers, and the policy's log-ratios [M] or None.
+        """
         rollouts, result = [lesson.batch.rollouts[i] for i in members], dict[str, float]()
         facts = {"divisor": given.divisor, "kl_coef": self.kl_coef}
         bad = BadBatch("policy", lesson.step, lesson.batch.groups, members, given.columns(), facts)
@@ -221,10 +220,8 @@ class Learner:
             done = self.critic.update(rollouts, values, targets, given)
             result |= done.numbers
             if done.fault:
-                columns = {**bad.columns, "values": values, "targets": targets}
-                self._keep(
-                    replace(bad, kind="critic", columns=columns), done.fault, self.critic.optimizer, self.critic.model
-                )
+                of_critic = replace(bad, kind="critic", columns={**bad.columns, "values": values, "targets": targets})
+                self._keep(of_critic, done.fault, self.critic.optimizer, self.critic.model)
         if lesson.step <= self.warmup:
             return result, None
         given, selected = self._look(rollouts, given, lesson.kept[chosen])
@@ -235,7 +232,10 @@ class Learner:
         return result | selected | done.numbers | {"skipped": skipped}, done.log_ratios
 
     def _look(self, rollouts: Sequence[Rollout], given: Given, kept: Tensor) -> tuple[Given, dict[str, float]]:
-        """Add what selections and the loss's look find in the minibatch as the policy is now, before its rows; and the share selected."""
+        """Add what selections and the loss's look find in the minibatch with the policy as it is now.
+
+        Returns with it the share that was selected, if there are selections.
+        """
         if not self.parts.selections and not self.parts.look:
             return given, {}
         logprobs, entropy = observe(self.policy, rollouts, self.roles.temperature)
@@ -249,12 +249,12 @@ class Learner:
         return replace(given, corrections=corrections, look=looked), selected
 
     def _keep(self, bad: BadBatch, fault: Fault, optimizer: Optimizer, model: Policy) -> None:
-        """Name the fault of the step that was just skipped and keep its batch. Raises TrainingDiverged after too many in a row."""
+        """Name the fault of a skipped step and keep its batch. Raises TrainingDiverged after too many in a row."""
         self.keep(replace(bad, facts={**bad.facts, "scale": optimizer.scale}), fault, model)
         optimizer.check(fault)
 
     def _check_weights(self, step: int) -> None:
-        """Raise TrainingDiverged for a non-finite weight, which no skipped step could mend, before it reaches engine or checkpoint."""
+        """Raise TrainingDiverged for a non-finite weight, before it reaches engine or checkpoint."""
         for what, model in (("policy", self.policy), *([("critic", self.critic.model)] if self.critic else [])):
             if name := broken_weight(model):
                 raise TrainingDiverged(
@@ -270,15 +270,3 @@ def _why_nothing(numbers: Numbers, scored: Scored, lesson: Lesson) -> str:
     if not scored.kept.any():
         return "truncated"
     return "zero_gradient" if lesson.seen() else "corrected"
-
-
-def _means(results: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Average over the updates that have the number; the mismatch is the first update's, and skipped steps are counted."""
-    names = dict.fromkeys(name for result in results for name in result)
-    means = {name: statistics.fmean(r[name] for r in results if name in r) for name in names}
-    if "mismatch_kl" in means:
-        means["mismatch_kl"] = next(r["mismatch_kl"] for r in results if "mismatch_kl" in r)
-        means["clip_fraction"] = sum(means.get(name, 0.0) for name in ("clip_low", "clip_high"))
-    if "skipped" in means:
-        means["skipped"] = sum(r.get("skipped", 0.0) for r in results)
-    return means

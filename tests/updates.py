@@ -1,4 +1,5 @@
-"""An update as most tests want it: one advantage a rollout, the token mean over the batch, the engine's log-probabilities as the old ones."""
+"""An update as most tests want it: one advantage a rollout, the token mean over the batch, the engine's
+log-probabilities as the old ones."""
 
 from __future__ import annotations
 

@@ -46,9 +46,11 @@ RECOMPUTED, REFERENCE, TEACHER, VALUE = (
 
 @dataclass(slots=True)
 class Scored:
-    """A batch whose rewards are in: R rollouts, neighbours in groups, with N sampled tokens. Floats are float32, none has a gradient.
+    """A batch whose rewards are in: R rollouts, neighbours in groups, with N sampled tokens. Floats are float32, none
+    has a gradient.
 
-    Two names for what a rollout was paid: `outcomes` is the sum of its reward's parts, before any penalty; `rewards` includes the penalties.
+    Two names for what a rollout was paid: `outcomes` is the sum of its reward's parts, before any penalty; `rewards`
+    includes the penalties.
     """
 
     outcomes: Tensor  # [R] the sum of `parts`
@@ -135,8 +137,8 @@ class Scored:
 class Tokens:
     """M sampled tokens of whole rollouts, as a loss sees them: [M] float32 each, a gradient through `logprobs` alone.
 
-    rollout [M] int64: tokens with one number are one rollout's. entropy: of the policy's distribution at each token, in nats.
-    look [M]: what the loss's own `look` gave each token.
+    rollout [M] int64: tokens with one number are one rollout's. entropy: of the policy's distribution at each token, in
+    nats. look [M]: what the loss's own `look` gave each token.
     """
 
     logprobs: Tensor

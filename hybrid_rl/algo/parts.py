@@ -1,4 +1,5 @@
-"""The parts of an algorithm that a configuration names, each called in its place (what each gets and gives: algo/batch.py)."""
+"""The parts of an algorithm that a configuration names, each called in its place (what each gets and gives:
+algo/batch.py)."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ class Parts:
         return advantages, targets
 
     def correct(self, scored: Scored) -> tuple[Tensor, Tensor, dict[str, float]]:
-        """Apply all corrections: weights multiply [N], a token is kept [N] bool if all keep it; and numbers of what was dropped."""
+        """Apply all corrections: weights multiply [N], a token is kept [N] bool if all keep it; and numbers of what was
+        dropped."""
         weights, kept = torch.ones_like(scored.old_logprobs), scored.to_tokens(scored.kept)
         for correct in self.corrections:
             own, keeps = correct(scored)
@@ -57,7 +59,8 @@ class Parts:
         return weights, self.look(minibatch) if self.look else None
 
     def minibatch(self, given: Given, kept: Tensor, part: range, max_tokens: int) -> tuple[list[int], Given, Tensor]:
-        """Return which rollouts of `part` a loss sees something of, what is given of their tokens, and which those are, [N] bool.
+        """Return which rollouts of `part` a loss sees something of, what is given of their tokens, and which those are,
+        [N] bool.
 
         `kept` [N] bool are the tokens that a loss sees; the aggregation weights them.
         """
@@ -73,6 +76,7 @@ class Parts:
 
 
 def split(group_sizes: Sequence[int], minibatches: int) -> list[range]:
-    """Split a batch's rollouts into parts of whole groups, in order and of one number of groups; the last may have fewer."""
+    """Split a batch's rollouts into parts of whole groups, in order and of one number of groups; the last may have
+    fewer."""
     ends, size = [0, *accumulate(group_sizes)], max(1, -(-len(group_sizes) // minibatches))
     return [range(ends[i], ends[min(i + size, len(group_sizes))]) for i in range(0, len(group_sizes), size)]

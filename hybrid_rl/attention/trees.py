@@ -30,7 +30,8 @@ class _Bucket:
     _seen: dict[int | None, Tensor] = field(default_factory=dict)
 
     def seen(self, window: int | None) -> Tensor:
-        """What each token may see, [B, 1, C, L]: the `window` keys that end with its own. Made once for all layers."""
+        """Return what each token may see, [B, 1, C, L]: the `window` keys that end with its own. Made once a window for
+        all layers."""
         if window is not None and window >= self.keys.shape[1]:
             window = None
         if window not in self._seen:

@@ -1,4 +1,5 @@
-"""What hybrid_rl leans on in transformers beside its documented interface: here alone, so that a new version breaks one file.
+"""What hybrid_rl leans on in transformers beside its documented interface: here alone, so that a new version breaks one
+file.
 
 tests/model_folder/test_private.py names the version that broke it.
 """

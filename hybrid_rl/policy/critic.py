@@ -1,4 +1,5 @@
-"""The critic: a causal LM whose head gives one number a token, the return that is expected before the token is sampled (PPO's V)."""
+"""The critic: a causal LM whose head gives one number a token, the return that is expected before the token is sampled
+(PPO's V)."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from hybrid_rl.types import PackedBatch, Rollout
 
 
 class ValueModel(SideModel):
-    """Is loaded, sharded and computed like a policy, all weights trained; its head is one row of zeros, so every value begins as 0."""
+    """Is loaded, sharded and computed like a policy, all weights trained; its head is one row of zeros, so every value
+    begins as 0."""
 
     def _adapt(self, model: PreTrainedModel) -> PreTrainedModel:
         old = model.get_output_embeddings().weight
@@ -40,7 +42,8 @@ class ValueModel(SideModel):
 
     @torch.no_grad()
     def begin_as(self, policy: Policy) -> None:
-        """Take over the policy's weights, adapters merged, all but its head. Both lie in the same shards. Collective."""
+        """Take over the policy's weights, adapters merged, all but its head. Both lie in the same shards.
+        Collective."""
         head = self.model.get_output_embeddings().weight
         for name, _, rows in lora.merged(policy.parameters, policy.model):
             ours = self.parameters.get(name)
@@ -50,7 +53,8 @@ class ValueModel(SideModel):
 
 @dataclass(slots=True)
 class Critic:
-    """A value model and its optimizer, `clip` as `value_loss` has it. What is parked comes back by itself when it is needed."""
+    """A value model and its optimizer, `clip` as `value_loss` has it. What is parked comes back by itself when it is
+    needed."""
 
     model: ValueModel
     optimizer: Optimizer
@@ -62,10 +66,12 @@ class Critic:
         return measure(self.model, rollouts, lambda row: (self.model.values(row),), 1)[0]
 
     def update(self, rollouts: Sequence[Rollout], values: Tensor, targets: Tensor, given: Given) -> Update:
-        """Take one optimizer step towards `targets` [N], away from `values` [N], the predictions that the targets were made with.
+        """Take one optimizer step towards `targets` [N], away from `values` [N], the predictions that the targets were
+        made with.
 
-        `given` weights tokens as it does in the policy's loss; nothing depends on rows or ranks. The step is skipped for a
-        non-finite loss or gradient. Collective: every rank is given the whole batch, and all return the same numbers.
+        `given` weights tokens as it does in the policy's loss; nothing depends on rows or ranks. The step is skipped
+        for a non-finite loss or gradient. Collective: every rank is given the whole batch, and all return the same
+        numbers.
         """
         done = self.forward_backward(rollouts, values, targets, given)
         fault = None if finite([done.losses]) else find({"value loss": done.losses}, rollouts)
@@ -85,7 +91,8 @@ class Critic:
     ) -> Accumulated:
         """Add the gradient of the scaled loss to the parameters'. Collective.
 
-        The columns hold the weighted loss of each token and, as "clipped", 1 if the clamp keeps it from having a gradient.
+        The columns hold the weighted loss of each token and, as "clipped", 1 if the clamp keeps it from having a
+        gradient.
         """
         self.unpark()
 
@@ -108,10 +115,12 @@ class Critic:
 
 
 def value_loss(values: Tensor, old: Tensor, targets: Tensor, clip: float) -> tuple[Tensor, Tensor]:
-    """Return ½ max((V − R)², (clamp(V, V_old ± clip) − R)²), and whether the clamp keeps the token from having a gradient; [M] each.
+    """Return ½ max((V − R)², (clamp(V, V_old ± clip) − R)²), and whether the clamp keeps the token from having a
+    gradient; [M] each.
 
-    PPO2's (github.com/openai/baselines, ppo2/model.py): a step stops counting once it has moved V by `clip` towards R. 0: ½ (V − R)².
-    V_old = 0, clip = 0.2, R = 1: V = 0.1 → 0.405; V = 0.5 → 0.32, clipped; V = −0.5 → 1.125, not clipped, for it moved away.
+    PPO2's (github.com/openai/baselines, ppo2/model.py): a step stops counting once it has moved V by `clip` towards R.
+    0: ½ (V − R)². V_old = 0, clip = 0.2, R = 1: V = 0.1 → 0.405; V = 0.5 → 0.32, clipped; V = −0.5 → 1.125, not
+    clipped, for it moved away.
     """
     losses = (values - targets).square()
     if not clip:
@@ -121,6 +130,7 @@ def value_loss(values: Tensor, old: Tensor, targets: Tensor, clip: float) -> tup
 
 
 def explained_variance(values: Tensor, targets: Tensor) -> float:
-    """Return the share of the targets' variance that the values account for: 1 − Var(R − V) / Var(R); 0 if nothing varies."""
+    """Return the share of the targets' variance that the values account for: 1 − Var(R − V) / Var(R); 0 if nothing
+    varies."""
     spread = float(targets.var()) if len(targets) > 1 else 0.0
     return 1 - float((targets - values).var()) / spread if spread > 0 else 0.0

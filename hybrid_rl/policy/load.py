@@ -52,7 +52,8 @@ def hidden_states(model: PreTrainedModel, input_ids: Tensor, position_ids: Tenso
 
 
 def read_model(folder: str | Path, row_tokens: int) -> PreTrainedModel:
-    """Load the model in float32. Raises ModelError unless it is what the files hold, and what `empty_model` makes room for."""
+    """Load the model in float32. Raises ModelError unless it is what the files hold, and what `empty_model` makes room
+    for."""
     model: PreTrainedModel
     loaded: dict[str, Any]
     config = read_config(folder)
@@ -86,7 +87,8 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _check_loaded(folder: str | Path, model: PreTrainedModel, empty: PreTrainedModel) -> None:
-    """Compare what was loaded with what other ranks and half precision make room for, and with the names that an export will write."""
+    """Compare what was loaded with what other ranks and half precision make room for, and with the names that an export
+    will write."""
     here, there = ({name: p.shape for name, p in m.named_parameters()} for m in (model, empty))
     if here != there:
         differ = sorted(here.items() ^ there.items())
@@ -189,7 +191,7 @@ def _check_forward(model: PreTrainedModel, row_tokens: int) -> None:
 
 
 def _eager(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """Logits of one sample with the model's own attention."""
+    """Return the logits of one sample, [1, T, V], by the model's own attention."""
     model.set_attn_implementation("eager")
     try:
         return model(input_ids=ids, use_cache=False).logits

@@ -20,7 +20,7 @@ NAME = "default"
 
 
 def inject(model: PreTrainedModel, config: LoraConfig) -> None:
-    """Add adapters to the matrices that config.targets names and freeze everything else; nothing where rank is 0.
+    """Add adapters to the matrices that config.targets names and freeze everything else; nothing if rank is 0.
 
     Raises ValueError for a target that names none.
     """
@@ -48,10 +48,12 @@ def inject(model: PreTrainedModel, config: LoraConfig) -> None:
 
 
 def _matrices(model: PreTrainedModel, targets: list[str]) -> list[str]:
-    """Return whole names of the linear modules that are meant: a target is a module's name or its end, as in peft, and must name one.
+    """Return whole names of the linear modules that are meant: a target is a module's name or its end, as in peft, and
+    must name one.
 
-    The head is left out: it may be the embedding. So are experts that are fused into one parameter, which are no modules, and with them
-    modules whose name peft takes for an expert's (a dense or shared MLP beside experts): it could not read such an adapter again.
+    The head is left out: it may be the embedding. So are experts that are fused into one parameter, which are no
+    modules, and with them modules whose name peft takes for an expert's (a dense or shared MLP beside experts): it
+    could not read such an adapter again.
     """
     head, experts = model.get_output_embeddings(), _expert_names(model)
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
@@ -80,7 +82,8 @@ def _matrices(model: PreTrainedModel, targets: list[str]) -> list[str]:
 
 
 def _expert_names(model: PreTrainedModel) -> set[str]:
-    """Names of modules that peft, since transformers 5, takes for the parts of fused experts in models of this type."""
+    """Return the names of modules that peft, since transformers 5, takes for the parts of fused experts in models of
+    this type."""
     try:
         from peft.utils import transformers_weight_conversion as known
     except ImportError:  # an older peft takes every name as it is
@@ -94,7 +97,8 @@ def is_adapter(name: str) -> bool:
 
 
 def merged(parameters: dict[str, nn.Parameter], model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """(plain name, parameter, this rank's rows of W + (α / r) · B A) of every weight that is not an adapter. Collective.
+    """Yield (plain name, parameter, this rank's rows of W + (α / r) · B A) of every weight that is not an adapter.
+    Collective.
 
     B is sharded over the same rows as W, so only the small A has to be whole.
     """
@@ -115,7 +119,7 @@ def merged(parameters: dict[str, nn.Parameter], model: nn.Module) -> Iterator[tu
 
 @contextmanager
 def disabled(model: nn.Module) -> Iterator[None]:
-    """The model as it was before any adapter."""
+    """Compute as the model did before it had adapters."""
     layers: list[Any] = [m for m in model.modules() if hasattr(m, "_disable_adapters")]
     for layer in layers:
         layer._disable_adapters = (
@@ -129,7 +133,7 @@ def disabled(model: nn.Module) -> Iterator[None]:
 
 
 def save(folder: str | Path, model: PreTrainedModel, adapters: dict[str, Tensor], base: str) -> None:
-    """A folder that peft.PeftModel.from_pretrained reads."""
+    """Write a folder that peft.PeftModel.from_pretrained reads."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     names = {f"base_model.model.{name.replace(f'.{NAME}.', '.')}": tensor for name, tensor in adapters.items()}
     save_file(names, Path(folder) / "adapter_model.safetensors")

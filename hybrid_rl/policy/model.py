@@ -1,4 +1,5 @@
-"""A model in its role (policy, reference, teacher): a causal LM of transformers, sharded where there are several ranks."""
+"""A model in its role (policy, reference, teacher): a causal LM of transformers, sharded where there are several
+ranks."""
 
 from __future__ import annotations
 
@@ -35,14 +36,16 @@ PerToken = Callable[[Tensor, nn.Module, Tensor], object]
 
 
 class _Scored(nn.Module):
-    """Hidden states and head in one module, so that FSDP keeps the head's parameters whole while chunks of logits are made."""
+    """Hidden states and head in one module, so that FSDP keeps the head's parameters whole while chunks of logits are
+    made."""
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
         self.model = model
 
     def forward(self, row: PackedBatch, per_token: PerToken) -> object:
-        """`per_token(hidden [M, d], head, targets [M])` on the hidden states that predict the row's sampled tokens."""
+        """Call `per_token(hidden [M, d], head, targets [M])` on the hidden states that predict the row's sampled
+        tokens."""
         hidden = hidden_states(self.model, row.input_ids[None], row.position_ids[None], row.layout)
         return per_token(hidden[0, row.predict_at], self.model.get_output_embeddings(), row.targets)
 
@@ -50,8 +53,8 @@ class _Scored(nn.Module):
 class Policy(Offloaded):
     """Float32 parameters; `dtype` is what forward and backward compute in.
 
-    On one rank in float32 `model` is a plain module. Otherwise its parameters are FSDP2 shards, and `sampler` is a second,
-    empty module for the engine: `gather` lends it the unsharded parameters, `reshard` takes them back.
+    On one rank in float32 `model` is a plain module. Otherwise its parameters are FSDP2 shards, and `sampler` is a
+    second, empty module for the engine: `gather` lends it the unsharded parameters, `reshard` takes them back.
     `parameters` and `trainable` name the persistent ones, plain or sharded, each memory once.
     """
 
@@ -124,7 +127,7 @@ class Policy(Offloaded):
         share_buffers(self.sampler, self.model)
 
     def _empty(self) -> PreTrainedModel:
-        """The model without memory for its parameters, with adapters where they are trained."""
+        """Return the model without memory for its parameters, with adapters if they are trained."""
         return self._adapt(self._skeleton())
 
     def _adapt(self, model: PreTrainedModel) -> PreTrainedModel:
@@ -139,7 +142,7 @@ class Policy(Offloaded):
         model.generation_config = self.generation
         return model
 
-    # ---- training --------------------------------------------------------------------------------------------------------
+    # ---- training ----------------------------------------------------------------------------------------------------
 
     @property
     def layout(self) -> Layout:
@@ -147,13 +150,14 @@ class Policy(Offloaded):
         return choose_layout(self.settings.layout, self.device)
 
     def rows(self, rollouts: Sequence[Rollout]) -> Iterator[PackedBatch]:
-        """Yield this rank's rows of the rollouts, on the device; every rank yields as many. The one walk over a batch."""
+        """Yield this rank's rows of the rollouts, on the device; every rank yields as many. The one walk over a
+        batch."""
         for row in pack(rollouts, self.layout, self.settings.row_tokens, self.ranks):
             yield row.to(self.device)
             hangs.progress()
 
     def logprobs(self, row: PackedBatch, temperature: float, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
-        """log π and entropy, [M] float32, of the row's sampled tokens, at the sampling temperature."""
+        """Return log π and entropy in nats, [M] float32, of the row's sampled tokens, at the sampling temperature."""
         return self._scored(
             row,
             lambda hidden, head, targets: token_logprobs(
@@ -162,7 +166,7 @@ class Policy(Offloaded):
         )
 
     def cross_entropy(self, row: PackedBatch, label_smoothing: float) -> Tensor:
-        """Supervised loss, [M] float32, of the row's target tokens."""
+        """Return the supervised loss, [M] float32 in nats, of the row's target tokens."""
         return self._scored(
             row,
             lambda hidden, head, targets: token_cross_entropy(
@@ -182,7 +186,7 @@ class Policy(Offloaded):
         """Return every token that ends a completion."""
         return end_ids(self.tokenizer, self.generation, self.vocabulary, folder_of(self.config))
 
-    # ---- whose turn it is with the device --------------------------------------------------------------------------------
+    # ---- whose turn it is with the device --------------------------------------------------------------------------
 
     def gather(self) -> None:
         """Lend the sampler the whole parameters, unsharded in place, in the compute dtype. Collective."""
@@ -192,7 +196,8 @@ class Policy(Offloaded):
             self._loan = Loan(self.sampler, self.model)
 
     def reshard(self) -> int:
-        """Take the whole parameters back from the sampler; returns the bytes freed. Raises RuntimeError if they are still there."""
+        """Take the whole parameters back from the sampler; returns the bytes freed. Raises RuntimeError if they are
+        still there."""
         storages: dict[int, torch.UntypedStorage] = {}
         if self._loan:
             storages = {tensor.data_ptr(): tensor.untyped_storage() for tensor in self._loan.tensors()}
@@ -206,16 +211,19 @@ class Policy(Offloaded):
         return freed
 
     def waits(self) -> bool:
-        """Whether the shards go to host memory: not on one rank, whose engine samples from these very parameters."""
+        """Tell whether the shards go to host memory: not on one rank, whose engine samples from these very
+        parameters."""
         return self.settings.offload == Offload.all and bool(self._units)
 
     def waiting(self) -> Iterator[Tensor]:
         return (local(p) for p in self.parameters.values())
 
     def buckets(self, dtype: torch.dtype, size: int, merged: bool = True) -> Iterator[dict[str, Tensor]]:
-        """All weights whole in buckets of about `size` bytes of `dtype`; valid until the next is asked for. Collective.
+        """Yield all weights whole in buckets of about `size` bytes of `dtype`; valid until the next is asked for.
+        Collective.
 
-        Sharded ones are cast to `dtype` before they are gathered; plain ones come as they are, to be cast by who copies them.
+        Sharded ones are cast to `dtype` before they are gathered; plain ones come as they are, to be cast by who copies
+        them.
 
         Named as transformers names them; `merged` adds each adapter's product to its matrix and leaves adapters out.
         """
@@ -229,7 +237,8 @@ class Policy(Offloaded):
             yield {name: b.to(dtype) if b.is_floating_point() else b for name, b in self._buffers.items()}
 
     def export(self, folder: str | Path, float32: bool = False) -> None:
-        """Write the folder that the policy was loaded from with the trained weights, adapters merged, in the files' dtype or in float32.
+        """Write the folder that the policy was loaded from with the trained weights, adapters merged, in the files'
+        dtype or in float32.
 
         Where adapters are trained, `<folder>_adapter` holds them alone, as peft reads them. Collective; rank 0 writes.
         """
@@ -249,7 +258,7 @@ class Policy(Offloaded):
     def _on_main(
         self, buckets: Iterator[dict[str, Tensor]], wanted: Callable[[str], bool] = lambda name: True
     ) -> dict[str, Tensor]:
-        """Copies of whole weights in rank 0's host memory; nothing on the other ranks."""
+        """Return copies of whole weights in rank 0's host memory; nothing on the other ranks."""
         items = (item for bucket in buckets for item in bucket.items())
         return {name: t.detach().to("cpu", copy=True) for name, t in items if self.ranks.main and wanted(name)}
 
@@ -258,17 +267,19 @@ class SideModel(Policy):
     """A model of its own beside the policy, which waits in host memory while idle."""
 
     def waits(self) -> bool:
-        """Always on a GPU; on the CPU if policy.offload says so, but not on one rank, whose parameters lie in a mapped file."""
+        """Wait always on a GPU; on the CPU if policy.offload says so, but not on one rank, whose parameters lie in a
+        mapped file."""
         return self.device.type != "cpu" or (self.settings.offload == Offload.all and self.ranks.world > 1)
 
 
 def compute_dtype(precision: Precision, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 on a GPU and float32 on the CPU."""
+    """Return the dtype to compute in; `auto` is bfloat16 on a GPU and float32 on the CPU."""
     return DTYPES.get(precision, torch.bfloat16 if device.type == "cuda" else torch.float32)
 
 
 def pick_device(choice: str) -> torch.device:
-    """`auto` is the GPU where there is one. Raises ModelError for a device that is not there."""
+    """Return the device of the choice; `auto` is the GPU if there is one. Raises ModelError for a device that is not
+    there."""
     if choice == "auto":
         choice = "cuda" if torch.cuda.is_available() else "cpu"
     if choice == "cuda" and not torch.cuda.is_available():

@@ -1,4 +1,5 @@
-"""AdamW with clipping and a learning-rate course; a step with a number that is not finite is skipped, counted, and bounded."""
+"""AdamW with clipping and a learning-rate course; a step with a non-finite number is skipped, counted, and
+bounded."""
 
 from __future__ import annotations
 
@@ -38,15 +39,22 @@ class StepResult:
 class Optimizer(Offloaded):
     """AdamW of `policy.trainable`: plain or sharded float32 parameters by name, with float32 moments like them.
 
-    `total_steps` is the length of the schedule and `steps` the place in it: each step advances it, and whoever has steps without an update
-    sets it. `bad` counts skipped steps in a row. In float16 small gradients would become 0: the loss is multiplied by `scale` before
-    backward, which halves at every overflow and doubles after SCALE_UP_AFTER good steps.
+    `total_steps` is the length of the schedule and `steps` the place in it: each step advances it, and whoever has
+    steps without an update sets it. `bad` counts skipped steps in a row. In float16 small gradients would become 0:
+    the loss is multiplied by `scale` before backward, which halves at every overflow and doubles after SCALE_UP_AFTER
+    good steps.
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, total_steps: int, max_bad_steps: int, *,
-        scaled: bool = False, offload: bool = False,
-    ):  # fmt: skip
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        config: OptimizerConfig,
+        total_steps: int,
+        max_bad_steps: int,
+        *,
+        scaled: bool = False,
+        offload: bool = False,
+    ):
         self.names, self.parameters = list(parameters), list(parameters.values())
         self.scaled, self.scale, self.good = scaled, FIRST_SCALE if scaled else 1.0, 0
         self.offload = offload
@@ -68,7 +76,8 @@ class Optimizer(Offloaded):
         self.bad = 0
 
     def learning_rate(self) -> float:
-        """Of the step about to be taken: linear warm-up, then constant, or down to final_lr · lr at the last step."""
+        """Return the rate of the step about to be taken: linear warm-up, then constant, or down to final_lr · lr at the
+        last step."""
         config, step = self.config, self.steps
         if step < config.warmup_steps:
             return config.lr * (step + 1) / config.warmup_steps
@@ -81,7 +90,7 @@ class Optimizer(Offloaded):
         return config.lr
 
     def step(self) -> StepResult:
-        """Clip, step, clear the gradients; skips where the gradient is not finite."""
+        """Clip, step, clear the gradients; skips a non-finite gradient."""
         lr = self.learning_rate()
         norm = self._clip()
         if finite := math.isfinite(norm):
@@ -114,7 +123,8 @@ class Optimizer(Offloaded):
             )
 
     def _clip(self) -> float:
-        """The norm over all ranks' gradients before clipping; the same number on every rank. Clips only to a finite norm."""
+        """Return the norm over all ranks' gradients before clipping; the same number on every rank. Clips only to a
+        finite norm."""
         if self.scale != 1.0:
             for parameter in self.parameters:
                 if parameter.grad is not None:
@@ -126,7 +136,7 @@ class Optimizer(Offloaded):
         return value
 
     def _culprit(self) -> str:
-        """The first parameter with a gradient that is not finite, as far as this rank's rows show it."""
+        """Name the first parameter with a non-finite gradient, as far as this rank's rows show it."""
         for name, parameter in zip(self.names, self.parameters, strict=True):
             if parameter.grad is not None and not bool(local(parameter.grad).isfinite().all()):
                 return f"{GRADIENT} of {name}"
@@ -139,15 +149,16 @@ class Optimizer(Offloaded):
         elif self.good % SCALE_UP_AFTER == 0:
             self.scale *= 2
 
-    # ---- checkpoints and host memory -----------------------------------------------------------------------------------
+    # ---- checkpoints and host memory ---------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
-        """The moments, "<parameter>.exp_avg" and so on, sharded like their parameter; empty before the first step."""
+        """Return the moments, "<parameter>.exp_avg" and so on, sharded like their parameter; empty before the first
+        step."""
         states = ((name, self.adamw.state.get(p, {})) for name, p in zip(self.names, self.parameters, strict=True))
         return {f"{name}.{key}": value for name, state in states for key, value in state.items()}
 
     def blank(self) -> dict[str, Tensor]:
-        """Zeros of the kinds that `tensors` has after a step, to be filled from a checkpoint."""
+        """Return zeros of the kinds that `tensors` has after a step, to be filled from a checkpoint."""
         moments = {
             f"{n}.{key}": torch.zeros_like(p)
             for n, p in zip(self.names, self.parameters, strict=True)
@@ -159,7 +170,7 @@ class Optimizer(Offloaded):
         }
 
     def state(self) -> dict[str, float]:
-        """The counters that belong to the moments."""
+        """Return the counters that belong to the moments."""
         return {"steps": self.steps, "bad": self.bad, "scale": self.scale, "good": self.good}
 
     def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, float]) -> None:

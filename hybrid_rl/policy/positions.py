@@ -23,7 +23,7 @@ class Limit:
 
 
 def limits(model: PreTrainedModel) -> list[Limit]:
-    """Every limit of the model; its parameters may be without memory."""
+    """Return every limit of the model; its parameters may be without memory."""
     text = model.config.get_text_config()
     most, found = getattr(text, "max_position_embeddings", None), []
     ropes = _ropes(text)
@@ -57,7 +57,7 @@ def _follows(kind: str, tokens: int, key: str) -> Limit:
 
 
 def _ropes(text: PreTrainedConfig) -> list[dict]:
-    """The rotary parameters; several where kinds of layers have their own."""
+    """Return the rotary parameters; several if kinds of layers have their own."""
     rope = getattr(text, "rope_parameters", None) or {}
     return (
         [part for part in rope.values() if part]

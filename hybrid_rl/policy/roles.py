@@ -1,4 +1,5 @@
-"""Models beside the policy: the reference that its distance is measured from, the teacher it learns from, the critic that learns with it."""
+"""Models beside the policy: the reference that its distance is measured from, the teacher it learns from, the critic
+that learns with it."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ P = TypeVar("P", bound=Policy)
 
 @dataclass(slots=True)
 class Frozen:
-    """A model that is scored with and never trained: the policy's own base, if its adapters are to be off, or one of its own."""
+    """A model that is scored with and never trained: the policy's own base, if its adapters are to be off, or one of
+    its own."""
 
     model: Policy
     is_policy: bool = False
@@ -91,8 +93,8 @@ def make_reference(
 ) -> Frozen | None:
     """Make the reference that algo.reference names; None for none. Collective.
 
-    A frozen copy is loaded from `folder` and then is the policy as it is before the first RL step; `save` keeps it, and a resumed run
-    gives `restore`, which brings its weights back.
+    A frozen copy is loaded from `folder` and then is the policy as it is before the first RL step; `save` keeps it, and
+    a resumed run gives `restore`, which brings its weights back.
     """
     if kind == Kind.none:
         return None
@@ -110,7 +112,8 @@ def make_reference(
 
 
 def make_teacher(policy: Policy, folder: str) -> Frozen:
-    """Load the model in algo.teacher's folder. Raises ModelError if it does not mean the same tokens by the same ids as the policy."""
+    """Load the model in algo.teacher's folder. Raises ModelError if it does not mean the same tokens by the same ids as
+    the policy."""
     settings = replace(policy.settings, activation_checkpointing=False, lora=LoraConfig())
     return _frozen(_load(SideModel, "algo.teacher", folder, policy, settings))
 
@@ -124,8 +127,8 @@ def make_critic(
 ) -> Critic:
     """Make the critic that algo.critic describes, with an optimizer for `updates` steps. Collective.
 
-    It begins as the model of config.path, or as the policy is, loaded from `folder`; a resumed run gives `restore`, which brings back
-    weights and moments. Raises ModelError as make_teacher does.
+    It begins as the model of config.path, or as the policy is, loaded from `folder`; a resumed run gives `restore`,
+    which brings back weights and moments. Raises ModelError as make_teacher does.
     """
     settings = replace(policy.settings, lora=LoraConfig())
     if config.path:
@@ -144,7 +147,8 @@ def make_critic(
 
 
 def _load(kind: type[P], setting: str, folder: str, policy: Policy, settings: PolicyConfig) -> P:
-    """Load the model of another folder. Raises ModelError if it does not mean the same tokens by the same ids as the policy."""
+    """Load the model of another folder. Raises ModelError if it does not mean the same tokens by the same ids as the
+    policy."""
     try:
         model = kind.load(folder, policy.device, settings, policy.ranks)
     except ModelError as error:

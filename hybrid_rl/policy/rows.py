@@ -1,6 +1,7 @@
 """The one walk over a batch's rows: with gradients (`accumulate`) and without (`measure`).
 
-A loss or a measure is a function of one row. Whatever the rows are, the outside sees per-token columns [N] in rollout order.
+A loss or a measure is a function of one row. Whatever the rows are, the outside sees per-token columns [N] in rollout
+order.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class Accumulated:
 class Update:
     """What an optimizer step did: its numbers by name, and why it was skipped, if for a non-finite number.
 
-    `log_ratios` [N] float32: log π_θ − log π_old of each sampled token before the step; None for a loss without a ratio.
+    `log_ratios` [N] float32: log π_θ − log π_old of each sampled token before the step; None for a loss without a
+    ratio.
     """
 
     numbers: dict[str, float]

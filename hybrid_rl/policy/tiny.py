@@ -25,7 +25,8 @@ CHAT_TEMPLATE = (
 
 
 def character_tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
-    """One token a byte (so one an ASCII character), the chat marks, and `words` as single tokens that decode as text."""
+    """Make a tokenizer of one token a byte (so one an ASCII character), the chat marks, and `words` as single tokens
+    that decode as text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

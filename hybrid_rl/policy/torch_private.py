@@ -15,7 +15,8 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 
 
 class Loan:
-    """The parameters of `theirs`, an empty module, replaced by those of `ours`, a module of the same build: the same memory."""
+    """The parameters of `theirs`, an empty module, replaced by those of `ours`, a module of the same build: the same
+    memory."""
 
     def __init__(self, theirs: nn.Module, ours: nn.Module):
         self._lent: list[
@@ -41,6 +42,7 @@ class Loan:
 
 
 def share_buffers(theirs: nn.Module, ours: nn.Module) -> None:
-    """Let `theirs`, a module of the same build, use the buffers of `ours`: positions' frequencies and the like, in one copy."""
+    """Let `theirs`, a module of the same build, use the buffers of `ours`: positions' frequencies and the like, in one
+    copy."""
     for borrower, owner in zip(theirs.modules(), ours.modules(), strict=True):
         borrower._buffers.update(owner._buffers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -26,7 +27,8 @@ LOGPROB, LOG_RATIO = "log-probability", "log_ratio"
 
 @dataclass(slots=True)
 class Objective:
-    """The loss of a token and what is added to it: kl_coef · kl(π, reference) if there is a reference, −entropy_coef · entropy."""
+    """The loss of a token and what is added to it: kl_coef · kl(π, reference) if there is a reference, −entropy_coef ·
+    entropy."""
 
     loss: Loss
     kl: Distance = k3
@@ -52,9 +54,9 @@ def update(
 ) -> Update:
     """Take one optimizer step on the rollouts; the numbers are means over their N sampled tokens.
 
-    `given` weights every token's loss for the whole batch, so the gradient does not depend on how rollouts are split into
-    rows, or over ranks. The step is skipped for a non-finite log-probability, loss or gradient. Collective: every rank is
-    given the whole batch, and all return the same numbers.
+    `given` weights every token's loss for the whole batch, so the gradient does not depend on how rollouts are split
+    into rows, or over ranks. The step is skipped for a non-finite log-probability, loss or gradient. Collective: every
+    rank is given the whole batch, and all return the same numbers.
     """
     done = forward_backward(policy, optimizer.scale, rollouts, given, objective, temperature)
     log_ratios = done.columns[LOG_RATIO]
@@ -79,7 +81,7 @@ def forward_backward(
         at = row.token_index
         logprobs, entropy = policy.logprobs(row, temperature, entropy_gradient=with_entropy)
         tokens = given.at(at, logprobs, entropy)
-        losses, statistics = objective.loss(tokens)
+        losses, named = objective.loss(tokens)
         losses = given.corrections[at] * losses
         if given.ref_logprobs is not None:
             reference = given.ref_logprobs[at]
@@ -89,14 +91,14 @@ def forward_backward(
                 else:
                     distance = objective.kl(logprobs, reference)
                 losses = losses + objective.kl_coef * distance
-            statistics = statistics | {"reference_kl": k3(logprobs.detach(), reference)}
+            named = named | {"reference_kl": k3(logprobs.detach(), reference)}
         if with_entropy:
             losses = losses - objective.entropy_coef * entropy
         mismatch = mismatch_kl(logprobs.detach(), tokens.behaviour_logprobs)
         return RowLoss(
             given.weights[at] * losses,
             {LOG_RATIO: logprobs.detach() - tokens.old_logprobs},
-            {"entropy": entropy, "mismatch_kl": mismatch} | statistics,
+            {"entropy": entropy, "mismatch_kl": mismatch} | named,
         )
 
     return accumulate(policy, rollouts, loss, scale / given.divisor)
@@ -111,12 +113,14 @@ def _fault(done: Accumulated, rollouts: Sequence[Rollout]) -> Fault | None:
 
 
 def score(policy: Policy, rollouts: Sequence[Rollout], temperature: float) -> Tensor:
-    """Return log π of all N sampled tokens of the batch, [N] float32, in rollout order; the same on every rank. Collective."""
+    """Return log π of all N sampled tokens of the batch, [N] float32, in rollout order; the same on every rank.
+    Collective."""
     return observe(policy, rollouts, temperature)[0]
 
 
 def observe(policy: Policy, rollouts: Sequence[Rollout], temperature: float) -> tuple[Tensor, Tensor]:
-    """Return log π of all N sampled tokens, and the distributions' entropies in nats, [N] float32 both, as `score` does."""
+    """Return log π of all N sampled tokens, and the distributions' entropies in nats, [N] float32 both, as `score`
+    does."""
     logprobs, entropy = measure(policy, rollouts, lambda row: policy.logprobs(row, temperature), 2)
     return logprobs, entropy
 
@@ -136,7 +140,8 @@ def imitate(policy: Policy, optimizer: Optimizer, demonstrations: Sequence[Rollo
 
 
 def demonstrate(policy: Policy, scale: float, demonstrations: Sequence[Rollout], label_smoothing: float) -> Tensor:
-    """Add the gradient of `scale` times the mean loss; return the loss of every answer token, [N] float32. Collective."""
+    """Add the gradient of `scale` times the mean loss; return the loss of every answer token, [N] float32.
+    Collective."""
     count = sum(rollout.sampled for rollout in demonstrations)
     loss = lambda row: RowLoss(policy.cross_entropy(row, label_smoothing))  # noqa: E731
     return accumulate(policy, demonstrations, loss, scale / count).losses
@@ -144,3 +149,16 @@ def demonstrate(policy: Policy, scale: float, demonstrations: Sequence[Rollout],
 
 def _step_numbers(result: StepResult) -> dict[str, float]:
     return {"grad_norm": result.grad_norm, "lr": result.lr, "skipped": float(result.skipped)}
+
+
+def mean_numbers(results: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Average over the updates that have the number; the mismatch is the first update's, and skipped steps are
+    counted."""
+    names = dict.fromkeys(name for result in results for name in result)
+    means = {name: statistics.fmean(r[name] for r in results if name in r) for name in names}
+    if "mismatch_kl" in means:
+        means["mismatch_kl"] = next(r["mismatch_kl"] for r in results if "mismatch_kl" in r)
+        means["clip_fraction"] = sum(means.get(name, 0.0) for name in ("clip_low", "clip_high"))
+    if "skipped" in means:
+        means["skipped"] = sum(r.get("skipped", 0.0) for r in results)
+    return means

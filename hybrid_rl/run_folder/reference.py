@@ -1,4 +1,5 @@
-"""The frozen reference of a run, kept as a checkpoint without moments, so that a resumed run measures from the same model."""
+"""The frozen reference of a run, kept as a checkpoint without moments, so that a resumed run measures from the same
+model."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ def save_reference(folder: Path, timeout: float | None, model: Policy) -> None:
 
 
 def restore_reference(folder: Path, model: Policy) -> None:
-    """Bring back the weights of the reference of the run in `folder`. Raises CheckpointError if there is none. Collective."""
+    """Bring back the weights of the reference of the run in `folder`. Raises CheckpointError if there is none.
+    Collective."""
     saved = model.ranks.from_main(lambda: checkpoint.latest(_root(folder)))
     if saved is None:
         raise CheckpointError(

@@ -183,8 +183,8 @@ def train_and_sample(ranks: Ranks, folder: Path, settings: PolicyConfig, steps: 
     turns, bytes_ = [], []
 
     def held() -> int:
-        owned = [*policy.parameters.values(), *optimizer.tensors().values()]
-        return sum({local(t).untyped_storage().data_ptr(): local(t).untyped_storage().size() for t in owned}.values())
+        owned = [local(t).untyped_storage() for t in (*policy.parameters.values(), *optimizer.tensors().values())]
+        return sum({storage.data_ptr(): storage.size() for storage in owned}.values())
 
     for version in range(steps):
         hand_over(policy, engine, version, optimizer, verify=True)
