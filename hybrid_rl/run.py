@@ -115,11 +115,9 @@ def _main(arguments: list[str]) -> int:
         task = []  # Hydra knows neither the recipe nor the settings of a run's folder, and `_job` needs none from it
     with initialize_config_dir(str(CONF), version_base="1.3", job_name="run"):
         settings = [*search(own), *task, *of_hydra, _run_dir(folder)]
-        return (
-            GlobalHydra.instance()
-            .hydra.run("config", lambda _: _job(configs[0], folder, arguments), settings)
-            .return_value
-        )  # type: ignore[union-attr]
+        started = GlobalHydra.instance().hydra
+        assert started is not None
+        return started.run("config", lambda _: _job(configs[0], folder, arguments), settings).return_value
 
 
 def _job(config: Config, folder: Path, arguments: list[str]) -> int:

@@ -75,6 +75,7 @@ LONGROPE = {
 }
 LIMITED: dict[str, tuple[str, dict]] = {
     "gpt2": ("GPT2", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "max_position_embeddings": 32}),
+    "gptj": ("GPTJ", {"rotary_dim": 4, "max_position_embeddings": 32}),  # a table of sines
     "opt": ("OPT", {"dropout": 0.0, "ffn_dim": 64, "word_embed_proj_dim": 32, "max_position_embeddings": 32}),
     "phi3_longrope": ("Phi3", {"max_position_embeddings": 64, "original_max_position_embeddings": 16, "rope_parameters": LONGROPE}),
     "llama_dynamic": ("Llama", {"max_position_embeddings": 16, "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}}),

@@ -13,12 +13,11 @@ from transformers import PreTrainedTokenizerBase
 from hybrid_rl.data.tasks import DataError, TaskSets
 from hybrid_rl.data.template import KEY, Template
 from hybrid_rl.model_folder.tokenizer import closing, exact_text
-from hybrid_rl.processes.bounded import Begin, Overrun, bounded
+from hybrid_rl.processes.bounded import SECONDS, Begin, Overrun, bounded
 from hybrid_rl.types import Rollout, Task
 
 TEMPLATE = "the chat template"
 AT_ONCE = 100  # prompts that are tokenized together where all of them are checked
-SECONDS = 60  # that a chat template or tokenizer may take for one prompt, or for so many
 
 
 def prompt_ids(task: Task, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[int]:

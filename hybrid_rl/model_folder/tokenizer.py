@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hybrid_rl.model_folder.read import FROM_FOLDER, ModelError, read_config, read_generation, reason
+from hybrid_rl.processes.bounded import SECONDS, Begin, Overrun, bounded
 
 # What tokenizers split differently: digits, runs of blanks and newlines, punctuation, contractions, capitals, other scripts
 PROBE = "In 2024, 12345 people DON'T pay $3.50…\n\n\tif x>=10:   # it's `code`, I'll say\r\n  naïve café 你好 Привет 🙂 (a)[b]{c}<d> \n"
@@ -23,6 +24,10 @@ def read_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     """
     tokenizer = _load(AutoTokenizer, folder)
     file = Path(folder) / "tokenizer.json"
+    try:
+        bounded(lambda begin: _try(tokenizer, file, begin), SECONDS)
+    except Overrun as error:
+        raise ModelError(f"model.path={folder}: {error.doing} {error.text}; mend it, or use another model") from error
     if file.is_file() and not _reads_as(tokenizer, file):  # some classes of transformers bring a splitting of their own
         tokenizer = _load(PreTrainedTokenizerFast, folder)
         if not _reads_as(tokenizer, file):
@@ -54,6 +59,16 @@ def _load(kind: type, folder: str | Path) -> PreTrainedTokenizerBase:
         raise ModelError(f"model.path={folder}: its tokenizer cannot be loaded: {reason(error)}") from error
 
 
+def _try(tokenizer: PreTrainedTokenizerBase, file: Path, begin: Begin) -> None:
+    """Run the programs that came with the folder, the regular expressions of the tokenizer and the chat template, once."""
+    begin("its tokenizer")
+    tokenizer.encode(PROBE, add_special_tokens=False)
+    if file.is_file():
+        _reads_as(tokenizer, file)
+    begin("its chat template")
+    _closing(tokenizer, str(tokenizer.chat_template))
+
+
 def _reads_as(tokenizer: PreTrainedTokenizerBase, file: Path) -> bool:
     own = Tokenizer.from_file(str(file))
     own.no_truncation()
@@ -81,6 +96,8 @@ def _closing(tokenizer: PreTrainedTokenizerBase, template: str) -> str:
     turns = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": ANSWER}]
     try:
         rendered = str(tokenizer.apply_chat_template(turns, tokenize=False))
+    except MemoryError:
+        raise
     except Exception:  # the template is a program that came with the model: it may refuse this conversation
         return ""
     _, found, after = rendered.rpartition(ANSWER)

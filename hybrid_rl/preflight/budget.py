@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hybrid_rl.algo.declared import needs
 from hybrid_rl.attention.attend import configured_windows
-from hybrid_rl.config import Config, EngineKind, Offload, Reference
+from hybrid_rl.config import Config, EngineKind, Offload, Reference, only_evaluates
 from hybrid_rl.engine.make import choose_engine
 from hybrid_rl.machine import free_memory
 from hybrid_rl.model_folder.read import ModelError, check_stored, empty_model, read_config, reason
@@ -120,6 +120,8 @@ def check_room(config: Config, sizes: Sizes, device: torch.device, ranks: Ranks,
 
 def disk_bytes(config: Config, sizes: Sizes) -> int:
     """Of the most checkpoints that lie there at a time, float32 with moments, the frozen reference and the exported models; without rollouts."""
+    if only_evaluates(config):
+        return 4 * sizes.parameters * (config.model.path is None)
     rl, sft, trained = config.rl, config.sft, sizes.trainable + sizes.beside.get("critic", 0)
     kept = rl.keep_checkpoints + 1  # an old one goes when the next is complete
     in_sft = math.ceil(sft.steps / sft.checkpoint_every) if sft.checkpoint_every else 0
@@ -129,6 +131,15 @@ def disk_bytes(config: Config, sizes: Sizes) -> int:
     most += 12 * rl.keep_best
     reference = sizes.trainable if config.algo.reference == Reference.frozen else 0
     return most * trained + 4 * (reference + sizes.parameters * (1 + (config.model.path is None)))
+
+
+def later_bytes(config: Config, trainable: int) -> int:
+    """Return the bytes of a rank's GPU that the trainer takes only after the engine is made, and holds while it samples.
+
+    These are Adam's moments of the rank's `trainable` parameters, unless they are offloaded, and two buckets of the handover.
+    """
+    moments = 8 * trainable if config.policy.offload == Offload.none else 0
+    return moments + 2 * config.handover.bucket_mib * 2**20
 
 
 BYTES_A_TOKEN = 10  # of a sampled token in a rollouts file: id, log-probability and text, compressed; prompts cost little, once a group

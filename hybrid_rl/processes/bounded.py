@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 Begin = Callable[[str], None]  # called before each piece of work, with what it is
+SECONDS = 60  # that one piece may take, where nothing says otherwise
 TEXT = 4096  # bytes of a piece's description
 
 

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from hybrid_rl import stages
 from hybrid_rl.config import ConfigError, TinyConfig
 from hybrid_rl.data import TaskSets, render
+from hybrid_rl.model_folder import tokenizer
 from hybrid_rl.policy import tiny
 from hybrid_rl.preflight.settings import load
 from hybrid_rl.types import Task
@@ -282,7 +283,7 @@ def test_arguments_of_the_chat_template(files, last_line, capsys):
     assert last_line("+data.template_arguments={enable_thinking: false}") == said
     assert last_line("+data.template_arguments.enable_thinking=false", "dry_run=true") == said
     (files / "train.jsonl").write_bytes(TRAIN)
-    assert last_line(data=section(template_arguments={"enable_thinking": False})) == said
+    assert last_line(folder="again", data=section(template_arguments={"enable_thinking": False})) == said
     with pytest.raises(ConfigError, match=r"data\.template_arguments=3 \(command line\): must be a mapping"):
         load(["+recipe=reverse", "data.template_arguments=3"])
     for override in (
@@ -294,14 +295,25 @@ def test_arguments_of_the_chat_template(files, last_line, capsys):
         assert str(raised.value) == f"{override} (command line): is new here; to add it, write +{override}"
 
 
+LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+LOOPS = {
+    "always": (LOOP, "model.path=model: its chat template takes more than 1 s; mend it, or use another model"),
+    "for one prompt": (
+        "{% if messages[0].role == 'system' %}" + LOOP + "{% else %}{{ messages[0].content }}{% endif %}",
+        "task rl/x: the chat template of model takes more than 1 s; mend it in the model's folder, or use another model",
+    ),
+}
+
+
 @pytest.mark.parametrize("overrides", [[], ["dry_run=true"]])
-def test_a_template_that_loops_for_ever(files, last_line, monkeypatch, overrides):
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_template_that_loops_for_ever(files, last_line, monkeypatch, overrides, name):
     monkeypatch.setattr(render, "SECONDS", 1)
+    monkeypatch.setattr(tokenizer, "SECONDS", 1)
+    template, said = LOOPS[name]
     tiny.create(files / "model", TinyConfig(hidden_size=32, intermediate_size=64), 0)
-    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-    (files / "model" / "chat_template.jinja").write_text(f"{{% if messages %}}{loop}{{% endif %}}")
-    line = last_line("model.path=model", *overrides)
-    assert re.fullmatch(
-        r"task \S+: the chat template of model takes more than 1 s; mend it in the model's folder, or use another model",
-        line,
-    )
+    (files / "model" / "chat_template.jinja").write_text(template)
+    messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
+    rows = [{"prompt": "a", "answer": "1"}, {"prompt": messages, "answer": "1", "id": "x"}]
+    (files / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert last_line("model.path=model", *overrides, data=section()) == said

@@ -11,7 +11,7 @@ from hybrid_rl import stages
 from hybrid_rl.config import ConfigError
 from hybrid_rl.preflight.settings import load
 from hybrid_rl.run_folder import checkpoint
-from tests.bad_inputs.conftest import SMALL
+from tests.bad_inputs.conftest import SMALL, NoScorer
 
 SAME = [
     "rollout.max_prompt_tokens=200",
@@ -321,16 +321,11 @@ def test_data_that_changed_since(of_files, tmp_path, monkeypatch, go_on, file, c
         assert ("reward's source" in said) == bool(expected)
 
 
-class Counted:
+class Counted(NoScorer):
     """Scores in this process: what a reward gives is not what these tests look at."""
 
     def __init__(self, *_):
         self.rollouts = []
-
-    def check(self):
-        pass
-
-    close = check
 
     def submit(self, rollout, task):
         self.rollouts.append(rollout)

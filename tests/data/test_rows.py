@@ -34,7 +34,11 @@ ROWS = b'{"prompt": "a", "answer": "1"}\n\n{"prompt": "b", "answer": "2"}\n'
 
 
 @pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.gz"])
-@pytest.mark.parametrize("content", [ROWS, gzip.compress(ROWS), gzip.compress(ROWS[:31]) + gzip.compress(ROWS[31:])])
+@pytest.mark.parametrize(
+    "content",
+    [ROWS, gzip.compress(ROWS), gzip.compress(ROWS[:31]) + gzip.compress(ROWS[31:])],
+    ids=["plain", "gzip", "two members"],  # the compressed bytes hold the time
+)
 def test_gzip_is_known_by_its_first_bytes(tmp_path, held_out, name, content):
     (tmp_path / name).write_bytes(content)
     assert [task.answer for task in tasks_of(tmp_path / name, held_out)] == ["1", "2"]

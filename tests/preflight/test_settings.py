@@ -53,7 +53,7 @@ BAD = [
     ([REVERSE, "model.tiny.kv_heads=3"], "must divide model.tiny.heads=4"),
     ([REVERSE, "device=gpu"], "device=gpu (command line): there are: auto, cpu, cuda"),
     ([REVERSE, "resume=/no/such/run"], "must be never, auto, must, or the folder of a run"),
-    ([REVERSE, "model=qwen3"], "model.path= (conf/model/qwen3.yaml): is not a Hugging Face model folder"),
+    ([REVERSE, "preset=qwen3"], "model.path= (conf/preset/qwen3.yaml): is not a Hugging Face model folder"),
     ([REVERSE, "model.path=/no/such/model"], "model.path=/no/such/model (command line): is not a Hugging Face model folder"),
     ([REVERSE, "data.max_lenght=20"], "data.max_lenght=20 (command line): there is no such key; did you mean max_length?"),
     ([REVERSE, "+data.colour=red"], "takes no such argument"),
@@ -202,9 +202,9 @@ def test_the_recipe_is_the_worked_example():
 def test_the_model_brings_its_learning_rates(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_text("")
-    config = load([REVERSE, "model=qwen3", f"model.path={tmp_path}"])
+    config = load([REVERSE, "preset=qwen3", f"model.path={tmp_path}"])
     assert (config.rl.optimizer.lr, config.sft.optimizer.lr) == (3e-6, 2e-5)
-    assert load([REVERSE, "model=qwen3", f"model.path={tmp_path}", "rl.optimizer.lr=1e-5"]).rl.optimizer.lr == 1e-5
+    assert load([REVERSE, "preset=qwen3", f"model.path={tmp_path}", "rl.optimizer.lr=1e-5"]).rl.optimizer.lr == 1e-5
 
 
 def cli(*arguments, **kwargs):

@@ -1,0 +1,204 @@
+"""Values of settings: is each within the bounds that stand beside it in config.py, and do they make sense together?"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Iterator
+from dataclasses import Field, fields, is_dataclass
+from pathlib import Path
+from typing import get_type_hints
+
+from omegaconf import DictConfig, OmegaConf
+
+from hybrid_rl.algo.declared import needs, problems
+from hybrid_rl.config import Config, EngineKind, KlEstimator, KlPlace, OldLogprobs, Reference, unbiased_kl
+from hybrid_rl.engine.sglang.interface import unusable
+from hybrid_rl.preflight.names import CONF, PARTS, nearest
+from hybrid_rl.preflight.targets import target_problem
+
+# what a function that a recipe names is called with, before what its own settings add
+CALLED_WITH = {
+    "data": (),
+    "reward": ("completion", "task"),
+    "algo.loss": ("tokens",),
+    "algo.aggregation": ("kept", "rollout", "max_tokens"),
+    "algo.selection": ("minibatch",),
+}
+NAMED_PARTS = ("correction", "selection")  # any number of each, by name
+
+
+def value_problems(c: DictConfig) -> Iterator[tuple[str, str]]:
+    """(key, what is wrong and what would be right), in the order a reader would want to hear them."""
+    if not c.name:
+        recipes = ", ".join(sorted(file.stem for file in (CONF / "recipe").glob("*.yaml")))
+        yield "name", f"no recipe was chosen; add +recipe=NAME, there are: {recipes}"
+    elif c.name in (".", "..") or Path(c.name).name != c.name:
+        yield "name", "must be a plain name: the runs' folder is called so"
+    if not c.output_dir:
+        yield "output_dir", "must be a folder; output_dir=. is the current one"
+    for key, field in _bounded(Config):
+        if problem := _out_of_bounds(OmegaConf.select(c, key), **field.metadata):
+            yield key, problem
+    for key in ("sft.optimizer.betas", "rl.optimizer.betas", "algo.critic.optimizer.betas"):
+        betas = OmegaConf.select(c, key)
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            yield key, "must be two numbers from 0 to below 1, like [0.9, 0.95]"
+    r, t = c.rollout, c.model.tiny
+    if r.batch_size % r.group_size:
+        fitting = min(
+            (d for d in range(min(2, r.batch_size), r.batch_size + 1) if r.batch_size % d == 0),
+            key=lambda d: abs(d - r.group_size),
+        )
+        yield (
+            "rollout.group_size",
+            f"does not divide rollout.batch_size={r.batch_size}; the nearest that does is {fitting}",
+        )
+    elif (r.batch_size // r.group_size) % c.algo.minibatches:
+        groups = r.batch_size // r.group_size
+        fitting = min((d for d in range(1, groups + 1) if groups % d == 0), key=lambda d: abs(d - c.algo.minibatches))
+        yield (
+            "algo.minibatches",
+            f"does not divide the {groups} groups of a batch (whole groups stay together); the nearest that does is {fitting}",
+        )
+    room = c.policy.row_tokens - r.max_prompt_tokens
+    if r.max_tokens > room:
+        fix = (
+            f"at most {room} fit"
+            if room > 0
+            else f"set policy.row_tokens to {r.max_prompt_tokens + r.max_tokens} or more"
+        )
+        yield (
+            "rollout.max_tokens",
+            (
+                f"with rollout.max_prompt_tokens={r.max_prompt_tokens} a sample is longer than a row of policy.row_tokens={c.policy.row_tokens}; {fix}"
+            ),
+        )
+    if t.heads % t.kv_heads:
+        yield "model.tiny.kv_heads", f"must divide model.tiny.heads={t.heads}"
+    if t.head_dim % 2:
+        yield "model.tiny.head_dim", f"must be even (rotary embedding); the nearest is {t.head_dim + 1}"
+    if c.engine.kind == EngineKind.sglang and (why := unusable()):
+        yield "engine.kind", why
+    if c.engine.tensor_parallel > 1 and c.engine.kind == EngineKind.local:
+        yield "engine.tensor_parallel", "is sglang's; engine=local holds the whole weights on every rank, set it to 1"
+    elif c.ranks % c.engine.tensor_parallel:
+        yield "engine.tensor_parallel", f"does not divide the {c.ranks} ranks; set ranks to a multiple of it"
+    if c.policy.lora.rank > 0 and importlib.util.find_spec("peft") is None:
+        yield "policy.lora.rank", "adapters need peft, which is not installed; pip install -e '.[lora]'"
+    if c.policy.lora.rank > 0 and not c.policy.lora.targets:
+        yield "policy.lora.targets", "names no module; all-linear means all of them"
+    if c.algo.reference == Reference.base and c.policy.lora.rank == 0:
+        yield (
+            "algo.reference",
+            "is the policy without its adapters, and policy.lora.rank=0 means it has none; use frozen",
+        )
+    yield from _algo_problems(c)
+    if c.device not in ("auto", "cpu", "cuda"):
+        yield "device", f"{nearest(c.device, ['auto', 'cpu', 'cuda'])}"
+    if c.rl.keep_best and not c.rl.eval_every:
+        yield (
+            "rl.keep_best",
+            "compares evaluations, and rl.eval_every=0 means there are none between steps; set rl.eval_every",
+        )
+    if c.model.path is not None:
+        folder = Path(c.model.path)
+        if not c.model.path or not (folder / "config.json").is_file():
+            yield (
+                "model.path",
+                "is not a Hugging Face model folder on this disk (one with a config.json); set model.path=/path/to/the/folder",
+            )
+        elif not any(folder.glob("*.safetensors")):
+            yield "model.path", "has no *.safetensors file; weights are read in that format only"
+    for key in ("data", "reward"):
+        yield from _part_problems(key, c)
+
+
+def _part_problems(key: str, c: DictConfig) -> Iterator[tuple[str, str]]:
+    """Of the function at `key`, and what it states about its arguments and other settings."""
+    node = OmegaConf.to_container(OmegaConf.select(c, key))
+    called_with = CALLED_WITH.get(key) or CALLED_WITH.get(key.rpartition(".")[0], ("batch",))
+    if key == "data" and isinstance(node, dict):
+        arguments = node.pop("template_arguments", None)  # they are the renderer's
+        if not isinstance(arguments, dict | None):
+            yield (
+                "data.template_arguments",
+                "must be a mapping of the chat template's variables, like {enable_thinking: false}",
+            )
+    if problem := target_problem(node, called_with):
+        yield problem[0] and f"{key}.{problem[0]}", problem[1]
+    elif key.startswith("algo."):
+        yield from problems(key, node, c)
+
+
+def _algo_problems(c: DictConfig) -> Iterator[tuple[str, str]]:
+    algo = c.algo
+    for key in (*PARTS, *(f"algo.{kind}.{name}" for kind in NAMED_PARTS for name in algo[kind])):
+        yield from _part_problems(key, c)
+    wanted = needs(OmegaConf.to_container(algo.advantage))
+    if algo.kl.coef and algo.reference == Reference.none:
+        yield "algo.kl.coef", "needs a model to measure the distance from; set algo.reference=frozen"
+    elif (
+        algo.kl.coef and algo.kl.place == KlPlace.loss and algo.kl.estimator == KlEstimator.k1 and not unbiased_kl(algo)
+    ):
+        yield (
+            "algo.kl.estimator",
+            "as a loss has no gradient on average; use k2 or k3, algo.kl.unbiased=true, or algo.kl.place=reward",
+        )
+    elif algo.kl.unbiased and algo.kl.place == KlPlace.reward:
+        yield (
+            "algo.kl.unbiased",
+            "is of a KL in the loss, and algo.kl.place=reward puts it into the reward; leave it out",
+        )
+    elif algo.kl.target and not algo.kl.coef:
+        yield "algo.kl.target", "steers algo.kl.coef, which is 0 and would stay 0; begin with algo.kl.coef=0.01, say"
+    if algo.correction and algo.old_logprobs != OldLogprobs.recomputed:
+        yield (
+            "algo.correction",
+            "compares the trainer's log-probabilities with the engine's; set algo.old_logprobs=recomputed",
+        )
+    if algo.correction and (c.rollout.top_k or c.rollout.top_p < 1):
+        yield (
+            "algo.correction",
+            (
+                "weighs tokens by whole distributions, and rollout.top_k or rollout.top_p cut the one that is sampled from; "
+                "use rollout.top_k=0 rollout.top_p=1, or no correction"
+            ),
+        )
+    if c.rollout.group_size == 1 and algo.silent_by != "none":
+        yield "rollout.group_size", "makes every group silent; use 2 or more, or algo.silent_by=none"
+    if c.rollout.group_size == 1 and "group" in needs({"_target_": algo.advantage._target_}):
+        yield "rollout.group_size", f"leaves {algo.advantage._target_} nothing to compare with; use 2 or more"
+    if "teacher_logprobs" in wanted and algo.teacher is None:
+        yield "algo.teacher", "is missing: algo.advantage learns from one; set algo.teacher=/path/to/a/model/folder"
+    elif "teacher_logprobs" not in wanted and algo.teacher is not None:
+        yield "algo.teacher", "is asked by no one; use algo=opd, or leave it out"
+    if algo.teacher is not None and not (Path(algo.teacher) / "config.json").is_file():
+        yield "algo.teacher", "is not a Hugging Face model folder on this disk (one with a config.json)"
+    if algo.critic.path is not None and not (Path(algo.critic.path) / "config.json").is_file():
+        yield "algo.critic.path", "is not a Hugging Face model folder on this disk (one with a config.json)"
+
+
+def _bounded(section: type, prefix: str = "") -> Iterator[tuple[str, Field]]:
+    """Yield (key, field) of every setting that config.py gives bounds, those of nested sections included."""
+    types = get_type_hints(section)
+    for field in fields(section):
+        if is_dataclass(types[field.name]):
+            yield from _bounded(types[field.name], f"{prefix}{field.name}.")
+        elif field.metadata:
+            yield f"{prefix}{field.name}", field
+
+
+def _out_of_bounds(value: float | None, least: float | None, most: float | None, above: float | None) -> str:
+    """Return what a value must be instead, "" for one within its bounds."""
+    if value is None:
+        return ""
+    if above is not None:
+        return "" if above < value < math.inf else f"must be a number above {above:g}"
+    assert least is not None
+    if isinstance(value, int):
+        most = 2**31 - 1 if most is None else most  # what torch takes
+        return f"must be at least {least}" if value < least else f"must be at most {most}" if value > most else ""
+    if most is None:
+        return "" if least <= value < math.inf else f"must be a number of at least {least:g}"
+    return "" if least <= value <= most else f"must be between {least:g} and {most:g}"
