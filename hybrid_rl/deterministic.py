@@ -26,6 +26,14 @@ def make_deterministic(seed: int) -> None:
     np.random.seed(seed % 2**32)
 
 
+def seed_all(number: int) -> None:
+    """Seed the generators of Python, NumPy and torch. A step does, with a number that follows from the run's seed and the step: what a recipe
+    draws in it is the same on every rank, and a resumed run draws it again without any generator's state."""
+    random.seed(number)
+    np.random.seed(number % 2**32)
+    torch.manual_seed(number)
+
+
 def cumsum(values: Tensor, rising: bool = False) -> Tensor:
     """Running sums along the last dimension of [N] or [n, V]. CUDA's own are in no fixed order, and refused where that matters: then by products.
 

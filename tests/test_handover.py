@@ -25,7 +25,7 @@ from hybrid_rl.engine.sglang.weights import Checkpoint
 from hybrid_rl.handover import HandoverError, hand_over, take_back
 from hybrid_rl.policy import tiny
 from hybrid_rl.policy.model import Policy
-from hybrid_rl.policy.offload import Parked
+from hybrid_rl.policy.offload import Offloaded
 from hybrid_rl.policy.optimizer import Optimizer
 from hybrid_rl.processes.ranks import Ranks
 from hybrid_rl.report.phases import Phases
@@ -358,9 +358,21 @@ def test_parked_tensors_give_their_memory_back_and_return_bit_equal():
     base = torch.randn(1000)
     view, other = base[100:200].view(10, 10), torch.randn(7).bfloat16()
     expected = [t.clone() for t in (base, view, other)]
-    parked = Parked([view, base, other])
-    assert base.untyped_storage().size() == other.untyped_storage().size() == 0
-    parked.bring_back()
+
+    class Three(Offloaded):
+        def waits(self):
+            return True
+
+        def waiting(self):
+            return [view, base, other]
+
+    three = Three()
+    three.unpark()
+    for _ in range(2):
+        three.park()
+        assert base.untyped_storage().size() == other.untyped_storage().size() == 0
+    three.unpark()
+    three.unpark()
     assert all(torch.equal(t, e) for t, e in zip((base, view, other), expected, strict=True))
 
 

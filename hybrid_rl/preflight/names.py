@@ -70,6 +70,11 @@ def check_names(overrides: Sequence[Override], folders: Sequence[Path]) -> None:
                 raise ConfigError(f"{given}: a recipe is added to the settings: +recipe={value}")
         elif part in choices and part != key and not isinstance(override.value(), dict):
             raise ConfigError(f"{given}: a part is chosen with a slash: {part}={value}")
+        elif key == "model" and not isinstance(override.value(), dict):
+            raise ConfigError(
+                f"{given}: is a section; a model folder is chosen with model.path=FOLDER, the training that suits it with "
+                f"preset=NAME, there are: {', '.join(sorted(f.stem for d in folders for f in (d / 'preset').glob('*.yaml')))}"
+            )
         elif key not in known_keys:
             section = key.rpartition(".")[0]
             known = sorted(k for k in known_keys | choices if section not in known_keys or k.startswith(f"{section}."))
