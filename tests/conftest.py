@@ -87,7 +87,18 @@ LIMITED: dict[str, tuple[str, dict]] = {
 }  # fmt: skip
 # and those that would be computed wrongly
 REFUSED: dict[str, tuple[str, dict]] = {
-    "phimoe": ("Phimoe", {"num_local_experts": 4, "sliding_window": 63}),  # its window is in its masks alone
+    "qwen2_moe_window": (  # its window is in its masks alone
+        "Qwen2Moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+            "use_sliding_window": True,
+            "sliding_window": 63,
+            "max_window_layers": 0,
+        },
+    ),
     "gpt2_dropout": ("GPT2", {}),
     "mamba": ("Mamba", {}),
     "bloom_own_attention": ("Bloom", {}),  # computes attention itself and ignores the layout
