@@ -96,7 +96,6 @@ REFUSED: dict[str, tuple[str, dict]] = {
             "shared_expert_intermediate_size": 16,
             "use_sliding_window": True,
             "sliding_window": 63,
-            "max_window_layers": 0,
         },
     ),
     "gpt2_dropout": ("GPT2", {}),
