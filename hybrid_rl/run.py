@@ -199,7 +199,13 @@ def _choose_folder(config: Config, given: str) -> Path:
             raise ConfigError(f"resume=must: there is no run in {given} to go on with")
         return _check_writable(Path(given), f"hydra.run.dir={given}")
     runs = Path(config.output_dir) / config.name
-    newest = max((folder for folder in runs.glob("*") if _begun(folder)), default=None)
+    try:
+        there = runs.is_dir()
+    except OSError as error:  # a name that is too long
+        raise ConfigError(
+            f"output_dir={config.output_dir}: cannot be written to: {error.strerror}; choose another folder"
+        ) from error
+    newest = max((folder for folder in runs.glob("*") if _begun(folder)), default=None) if there else None
     finished = newest is not None and (newest / "summary.json").exists()
     if config.resume == "must" and newest is None:
         raise ConfigError(f"resume=must: there is no run in {runs} to go on with")
@@ -212,9 +218,7 @@ def _choose_folder(config: Config, given: str) -> Path:
     started = f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
     numbered = (runs / f"{started}_{n}" for n in count(2))  # two runs may start in one second
     return _check_writable(
-        next(
-            folder for folder in chain([runs / started], numbered) if not os.path.exists(folder)
-        ),  # also of a name too long
+        next(folder for folder in chain([runs / started], numbered) if not folder.exists()),
         f"output_dir={config.output_dir}",
     )
 
