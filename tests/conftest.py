@@ -87,8 +87,18 @@ LIMITED: dict[str, tuple[str, dict]] = {
 }  # fmt: skip
 # and those that would be computed wrongly
 REFUSED: dict[str, tuple[str, dict]] = {
-    "phimoe": ("Phimoe", {"num_local_experts": 4, "sliding_window": 63}),  # its window is in its masks alone
-    "gpt2_dropout": ("GPT2", {}),
+    "qwen2_moe_window": (
+        "Qwen2Moe",
+        {  # its windows are in its masks alone
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+            "use_sliding_window": True,
+            "sliding_window": 63,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
     "mamba": ("Mamba", {}),
     "bloom_own_attention": ("Bloom", {}),  # computes attention itself and ignores the layout
 }

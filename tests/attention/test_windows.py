@@ -207,11 +207,11 @@ def test_a_window_that_no_sample_reaches_builds_no_mask() -> None:
 
 
 def test_a_window_that_is_not_handed_to_attention_is_refused_where_rows_reach_it(folder_of) -> None:
-    """Phi-3.5-MoE's windows are in its masks alone, which layouts do not use."""
+    """Qwen2-MoE's windows are in its masks alone, which layouts do not use."""
     settings = model_module.PolicyConfig(row_tokens=64)
     with pytest.raises(ModelError, match=r"layer 0 has a window of 63 tokens .* policy.row_tokens=63 or less"):
-        Policy.load(folder_of("phimoe"), CPU, settings)
-    Policy.load(folder_of("phimoe"), CPU, replace(settings, row_tokens=63))
+        Policy.load(folder_of("qwen2_moe_window"), CPU, settings)
+    Policy.load(folder_of("qwen2_moe_window"), CPU, replace(settings, row_tokens=63))
 
 
 def test_logits_that_are_changed_in_an_unknown_way_are_refused(folder_of, monkeypatch) -> None:
