@@ -87,18 +87,19 @@ LIMITED: dict[str, tuple[str, dict]] = {
 }  # fmt: skip
 # and those that would be computed wrongly
 REFUSED: dict[str, tuple[str, dict]] = {
-    "qwen2_moe_window": (
+    "qwen2_moe_window": (  # its window is in its masks alone
         "Qwen2Moe",
-        {  # its windows are in its masks alone
+        {
             "num_experts": 4,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 16,
             "shared_expert_intermediate_size": 16,
             "use_sliding_window": True,
             "sliding_window": 63,
-            "layer_types": ["sliding_attention", "full_attention"],
+            "max_window_layers": 0,
         },
     ),
+    "gpt2_dropout": ("GPT2", {}),
     "mamba": ("Mamba", {}),
     "bloom_own_attention": ("Bloom", {}),  # computes attention itself and ignores the layout
 }

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from hybrid_rl.attention.attend import LayerAttention, Packed, Padded
 from hybrid_rl.attention.trees import Trees
+from hybrid_rl.config import PolicyConfig
 from hybrid_rl.engine.kv_cache import Decode, KVCache, Prefill
-from hybrid_rl.policy import model as model_module
-from hybrid_rl.policy.model import ModelError, Policy
+from hybrid_rl.model_folder.read import ModelError
+from hybrid_rl.policy import load
+from hybrid_rl.policy.model import Policy
 from tests.policy.test_layout import LAYOUTS, assert_same_gradient, mixed, plain, run
 
 CPU = torch.device("cpu")
@@ -207,15 +209,15 @@ def test_a_window_that_no_sample_reaches_builds_no_mask() -> None:
 
 
 def test_a_window_that_is_not_handed_to_attention_is_refused_where_rows_reach_it(folder_of) -> None:
-    """Qwen2-MoE's windows are in its masks alone, which layouts do not use."""
-    settings = model_module.PolicyConfig(row_tokens=64)
+    """With use_sliding_window Qwen2-MoE's windows are in its masks alone, which layouts do not use."""
+    settings = PolicyConfig(row_tokens=64)
     with pytest.raises(ModelError, match=r"layer 0 has a window of 63 tokens .* policy.row_tokens=63 or less"):
         Policy.load(folder_of("qwen2_moe_window"), CPU, settings)
     Policy.load(folder_of("qwen2_moe_window"), CPU, replace(settings, row_tokens=63))
 
 
 def test_logits_that_are_changed_in_an_unknown_way_are_refused(folder_of, monkeypatch) -> None:
-    monkeypatch.setattr(model_module, "logits_of", lambda head, config: head)
+    monkeypatch.setattr(load, "logits_of", lambda head, config: head)
     for name in ("granite_scaled", "cohere", "gemma2"):
         with pytest.raises(ModelError, match="changes its logits after the output embeddings"):
             Policy.load(folder_of(name), CPU)

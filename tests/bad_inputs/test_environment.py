@@ -99,13 +99,13 @@ def test_a_gpu_that_the_environment_hides(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("given", "reason"), [("file", "Not a directory"), ("file/below", "Not a directory"), ("/proc/nothing", "No such file or directory"), ("x" * 300, "File name too long")]
+    ("given", "reason"), [("file", "{0}/file is a file"), ("file/below", "{0}/file is a file"), ("/proc/nothing", "cannot be written to: No such file or directory"), ("x" * 300, "cannot be written to: File name too long")]
 )  # fmt: skip
 def test_an_output_folder_that_cannot_be(tmp_path, given, reason):
     (tmp_path / "file").touch()
     code, output = command(tmp_path, f"output_dir={given}")
     assert code == 2
-    assert output == f"hybrid_rl: output_dir={given}: cannot be written to: {reason}; choose another folder\n"
+    assert output == f"hybrid_rl: output_dir={given}: {reason.format(tmp_path)}; choose another folder\n"
 
 
 FULL = """
