@@ -212,7 +212,9 @@ def _choose_folder(config: Config, given: str) -> Path:
     started = f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
     numbered = (runs / f"{started}_{n}" for n in count(2))  # two runs may start in one second
     return _check_writable(
-        next(folder for folder in chain([runs / started], numbered) if not folder.exists()),
+        next(
+            folder for folder in chain([runs / started], numbered) if not os.path.exists(folder)
+        ),  # also of a name too long
         f"output_dir={config.output_dir}",
     )
 

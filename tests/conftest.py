@@ -96,9 +96,9 @@ REFUSED: dict[str, tuple[str, dict]] = {
             "shared_expert_intermediate_size": 16,
             "use_sliding_window": True,
             "sliding_window": 63,
-            "layer_types": ["sliding_attention", "full_attention"],
         },
     ),
+    "gpt2_dropout": ("GPT2", {}),
     "mamba": ("Mamba", {}),
     "bloom_own_attention": ("Bloom", {}),  # computes attention itself and ignores the layout
 }
