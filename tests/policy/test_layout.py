@@ -242,7 +242,6 @@ def test_rows_without_a_sampled_token_have_loss_zero_and_still_run_backward(poli
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("gpt2_dropout", "dropout"),
         ("mamba", "linear_attention"), ("bloom_own_attention", "see each other"),
     ],
 )  # fmt: skip

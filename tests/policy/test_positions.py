@@ -12,7 +12,7 @@ from hybrid_rl.config import AlgoConfig, Config, CriticConfig, ModelConfig, Poli
 from hybrid_rl.data.render import check_prompts
 from hybrid_rl.data.tasks import TaskSets
 from hybrid_rl.plan import print_plan
-from hybrid_rl.policy import model as model_module
+from hybrid_rl.policy import load
 from hybrid_rl.policy.model import ModelError, Policy, read_tokenizer
 from hybrid_rl.preflight.budget import check_lengths, measure
 from hybrid_rl.processes.ranks import Ranks
@@ -100,7 +100,7 @@ def test_teacher_and_critic_have_limits_of_their_own(folder_of) -> None:
 
 
 def test_a_scheme_that_no_rule_knows_is_found_by_its_numbers(folder_of, monkeypatch) -> None:
-    monkeypatch.setattr(model_module, "limits", lambda model: [])
+    monkeypatch.setattr(load, "limits", lambda model: [])
     for name in ("phi3_longrope", "llama_dynamic"):
         with pytest.raises(ModelError, match="changes all positions of a row with its longest sample"):
             Policy.load(folder_of(name), CPU)
