@@ -184,9 +184,7 @@ def test_a_recipe_trains_on_after_its_scheduler_was_killed(tmp_path: Path) -> No
         r"engine restarted \(1 of 1 times\): SGLang's process has ended.*; its output is in .*engine_0.log\n", output
     )
     assert output.count("× engine restarted") == 1
-    # Python's own thread, which hands descriptors over, may say that its peer died; nothing else may
-    tracebacks = re.findall(r"Traceback \(most recent call last\):\n((?:  .*\n)+)", output)
-    assert all("multiprocessing/resource_sharer.py" in lines for lines in tracebacks), output
+    assert "Traceback" not in output
     (metrics,) = tmp_path.glob("reverse/*/metrics.jsonl")
     steps = [line for line in map(json.loads, metrics.read_text().splitlines()) if "mismatch_kl" in line]
     assert len(steps) == 3
