@@ -25,6 +25,7 @@ from hybrid_rl.policy.model import Policy, pick_device
 from hybrid_rl.policy.offload import release_cached
 from hybrid_rl.policy.sharding import local
 from hybrid_rl.preflight.budget import check_lengths, check_room, later_bytes, measure
+from hybrid_rl.processes.hangs import phase
 from hybrid_rl.processes.ranks import Ranks
 from hybrid_rl.report.console import Console
 from hybrid_rl.rollout.rewards import Scorer
@@ -58,7 +59,8 @@ def build(start: Start) -> Session:
     """Check the settings and data against the models and this machine, load the policy, make the engine. Collective."""
     config, folder, ranks, resumed = start.config, start.folder, start.ranks, start.resumed
     device = pick_device(config.device)
-    ranks.from_main(lambda: check_parts(config))
+    with phase("algorithm check", loading=True):
+        ranks.from_main(lambda: check_parts(config))
     tasks, data = _load_tasks(start)
     model_folder = Path(config.model.path) if config.model.path else folder / "base_model"
     if not config.model.path and resumed is None:
@@ -69,7 +71,8 @@ def build(start: Start) -> Session:
     start.notes.extend(checked.notes)
     start.notes.extend(ranks.from_main(lambda: check_lengths(config, sizes, checked.longest)))
     ranks.from_main(lambda: check_room(config, sizes, device, ranks, folder))
-    start.notes.extend(ranks.on_all(lambda: start.scorer.check([*tasks.rl, *tasks.eval])))
+    with phase("reward check", loading=True):
+        start.notes.extend(ranks.on_all(lambda: start.scorer.check([*tasks.rl, *tasks.eval])))
     torch.manual_seed(config.seed)  # adapters begin at random
     policy = Policy.load(model_folder, device, config.policy, ranks)
     fix_template(policy.tokenizer, template_arguments(config.data), now)

@@ -87,8 +87,8 @@ def begin() -> None:
 
 
 @contextmanager
-def phase(name: str) -> Iterator[None]:
-    """The work that follows has this name."""
+def phase(name: str, loading: bool = False) -> Iterator[None]:
+    """Give the work that follows this name. `loading`: what comes after it is loading again, which may take any time."""
     if not _own:
         yield
         return
@@ -97,9 +97,8 @@ def phase(name: str) -> Iterator[None]:
     try:
         yield
     finally:
-        _own.name = (
-            before if before != START.encode() else f"after {name}".encode()[:64]
-        )  # what comes after the first phase is no loading
+        first = before == START.encode() and not loading
+        _own.name = f"after {name}".encode()[:64] if first else before
         _own.put()
 
 

@@ -50,7 +50,8 @@ BROKEN = [
 def own(monkeypatch, folder: Path, kind: str, source: str) -> Config:
     """The default algorithm with this part of the user's own."""
     monkeypatch.syspath_prepend(folder)
-    monkeypatch.delitem(sys.modules, "own_part", raising=False)
+    monkeypatch.setitem(sys.modules, "own_part", sys)  # so that what is imported here is gone after the test
+    monkeypatch.delitem(sys.modules, "own_part")
     (folder / "own_part.py").write_text(HEAD + source)
     name = {
         "advantage": "advantages",

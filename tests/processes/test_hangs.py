@@ -41,6 +41,9 @@ def test_phases_nest_and_progress_is_noted(monkeypatch):
     own = hangs._Notes(None)
     monkeypatch.setattr(hangs, "_own", own)
     assert own.read().phase == START
+    with hangs.phase("reward check", loading=True):
+        assert own.read().phase == "reward check"
+    assert own.read().phase == START
     with hangs.phase("evaluate"):
         with hangs.phase("eval"), hangs.waiting():
             inner = own.read()
@@ -89,21 +92,19 @@ def works_in(process: psutil.Process, folder: Path) -> bool:
 
 
 SIGNAL = "reward._target_=tests.rewards.hash_of_answer"  # or there is nothing to update
+SLEEPS = "algo.loss._target_=tests.hangs.loss"
+# overrides, phase, frame, rank; the check of the algorithm calls a loss four times, on rank 0
 WHERE = {
-    "update": (
-        ["algo.loss._target_=tests.hangs.loss", "+algo.loss.rank=1", SIGNAL],
-        "update",
-        "in sleeps_in_the_loss",
-        1,
-    ),
+    "update": ([SLEEPS, "+algo.loss.rank=1", SIGNAL], "update", "in sleeps_in_the_loss", 1),
     "reward": (
         ["reward._target_=tests.rewards.hangs_on_rank_1", "rollout.reward_timeout=1000"],
-        "eval",
-        "in finish",
+        "reward check",
+        "in check",
         1,
     ),
+    "algorithm": ([SLEEPS, "+algo.loss.rank=0", SIGNAL, "ranks=1"], "algorithm check", "in sleeps_in_the_loss", 0),
     "alone": (
-        ["algo.loss._target_=tests.hangs.loss", "+algo.loss.rank=0", SIGNAL, "ranks=1"],
+        [SLEEPS, "+algo.loss.rank=0", "+algo.loss.after=6", SIGNAL, "ranks=1"],
         "update",
         "in sleeps_in_the_loss",
         0,
@@ -112,7 +113,7 @@ WHERE = {
 
 
 @pytest.mark.parametrize(
-    "where", ["update", pytest.param("reward", marks=pytest.mark.slow), pytest.param("alone", marks=pytest.mark.slow)]
+    "where", ["update", *(pytest.param(name, marks=pytest.mark.slow) for name in ("reward", "algorithm", "alone"))]
 )
 def test_a_run_in_which_a_rank_sleeps_for_ever(tmp_path: Path, where: str):
     """In the update the other one is inside a collective of FSDP's own, which says nothing of waiting: the stack does."""
