@@ -102,7 +102,7 @@ def empty_model(config: PreTrainedConfig) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=ATTENTION_NAME)
 
 
-# ---- the files' names of the weights -----------------------------------------------------------------------------------
+# ---- the files' names of the weights -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -359,7 +359,7 @@ def _phases(rl: Sequence[Record]) -> Chart | None:
     return _chart("Time by phase", unit, across, down, shapes, legend, latest)
 
 
-# ---- axes and paths ---------------------------------------------------------------------------------------------------
+# ---- axes and paths ------------------------------------------------------------------------------------------------
 
 
 def _vertical(values: Sequence[float], from_zero: bool = False, log: bool = False, default: float = 1.0) -> Axis:
