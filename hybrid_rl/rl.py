@@ -7,9 +7,10 @@ from dataclasses import replace
 from hybrid_rl.evaluate import evaluate
 from hybrid_rl.handover import take_back
 from hybrid_rl.learner import Learner
+from hybrid_rl.report.alarms import Alarms
 from hybrid_rl.report.console import NOTHING, step_line
 from hybrid_rl.report.phases import Phases
-from hybrid_rl.report.step_metrics import Alarms, phase_metrics, prompt_metrics, rollout_metrics
+from hybrid_rl.report.step_metrics import phase_metrics, prompt_metrics, rollout_metrics
 from hybrid_rl.rollout.collector import Collector
 from hybrid_rl.session import Session
 
