@@ -23,8 +23,8 @@ from hybrid_rl.policy.layout import choose_layout, first_fit_decreasing
 from hybrid_rl.policy.model import compute_dtype, pick_device
 from hybrid_rl.preflight.budget import (
     Sizes,
+    check_budget,
     check_lengths,
-    check_room,
     disk_bytes,
     measure,
     memory_by_phase,
@@ -105,7 +105,7 @@ def print_plan(config: Config, folder: Path, console: Console, ranks: Ranks) -> 
         f"disk       {disk_bytes(config, sizes) / 2**30:.2f} GiB for checkpoints and exported models, about {rollouts:.2f} GiB for rollouts of "
         f"rollout.max_tokens={r.max_tokens} (rollout.keep_steps={r.keep_steps}: {keep} steps)"
     )
-    check_room(config, sizes, device, ranks, folder)
+    check_budget(config, sizes, device, ranks, folder)
 
 
 def _batch_line(label: str, config: Config, prompt: float, completion: float) -> str:

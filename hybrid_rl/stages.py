@@ -37,7 +37,7 @@ from hybrid_rl.plan import print_plan
 from hybrid_rl.policy import tiny
 from hybrid_rl.policy.model import Policy, pick_device
 from hybrid_rl.policy.optimizer import TrainingDiverged
-from hybrid_rl.preflight.budget import RoomError, check_lengths, check_room, measure
+from hybrid_rl.preflight.budget import BudgetError, check_budget, check_lengths, measure
 from hybrid_rl.processes.launch import after_rank_0
 from hybrid_rl.processes.ranks import Ranks
 from hybrid_rl.processes.signals import Stopped
@@ -65,7 +65,7 @@ from hybrid_rl.sft import train_sft
 
 # What ends a run with one line instead of a traceback: the line says what to do.
 EXPECTED = (
-    ModelError, DataError, RewardError, EngineError, HandoverError, CheckpointError, TrainingDiverged, FolderInUse, SafetensorError, RoomError,
+    ModelError, DataError, RewardError, EngineError, HandoverError, CheckpointError, TrainingDiverged, FolderInUse, SafetensorError, BudgetError,
     NothingTrained, PartError,
 )  # fmt: skip
 DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
@@ -208,7 +208,7 @@ def _build(
     sizes = ranks.from_main(lambda: measure(config, model_folder))
     notes += checked.notes
     notes += ranks.from_main(lambda: check_lengths(config, sizes, checked.longest))
-    ranks.from_main(lambda: check_room(config, sizes, device, ranks, folder))
+    ranks.from_main(lambda: check_budget(config, sizes, device, ranks, folder))
     notes += ranks.on_all(lambda: scorer.check([*tasks.rl, *tasks.eval]))
     torch.manual_seed(config.seed)  # adapters begin at random
     policy = Policy.load(model_folder, device, config.policy, ranks)

@@ -292,7 +292,7 @@ def test_arguments_of_the_chat_template(files, last_line, capsys):
     ):
         with pytest.raises(ConfigError) as raised:
             load(["+recipe=reverse", override])
-        assert str(raised.value) == f"{override} (command line): is new here; to add it, write +{override}"
+        assert str(raised.value) == f"{override} (command line): there is no such key; to add it, write +{override}"
 
 
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"

@@ -88,7 +88,7 @@ NO_END = content("chat_template.jinja", b"{% for m in messages %}{{ m.content }}
 # name: what is done to a good folder → what the line contains; {} is the folder
 FOLDERS = {
     "no config": (without("config.json"), "model.path={} (command line): is not a Hugging Face model folder on this disk (one with a config.json); set model.path=/path/to/the/folder"),
-    "no weights": (without("*.safetensors"), "model.path={} (command line): has no *.safetensors file; weights are read in that format only"),
+    "no weights": (without("*.safetensors"), "model.path={} (command line): has no *.safetensors file; convert its weights, which are read in that format only"),
     "broken config": (content("config.json", b'{"model_type": "qwen3",'), "It looks like the config file at '{}/config.json' is not a valid JSON file."),
     "config a list": (content("config.json", b"[]"), "model.path={} cannot be loaded: Unrecognized model in {}. Should have a `model_type` key in its config.json."),
     "config empty": (content("config.json", b"{}"), "model.path={} cannot be loaded: Unrecognized model in {}. Should have a `model_type` key in its config.json."),
