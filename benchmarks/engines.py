@@ -24,12 +24,12 @@ from common import save_result, table
 from handover import SHAPES, build
 
 from hybrid_rl.algo.mismatch import mismatch_kl
+from hybrid_rl.build import build_engine
 from hybrid_rl.config import Config, EngineConfig, EngineKind, TinyConfig
 from hybrid_rl.engine.base import KV_CACHE, WEIGHTS, Completion, Request, Sampling
-from hybrid_rl.engine.make import make_engine
 from hybrid_rl.handover import hand_over, take_back
 from hybrid_rl.policy import tiny
-from hybrid_rl.policy.layout import choose_layout, sampled_tokens
+from hybrid_rl.policy.layout import sampled_tokens
 from hybrid_rl.policy.model import Policy, pick_device
 from hybrid_rl.policy.update import score
 from hybrid_rl.types import Rollout
@@ -60,7 +60,7 @@ def mismatch(policy: Policy, asked: list[Request], completions: list[Completion]
         rollout = Rollout("t", c.id // SIZE, c.id % SIZE, c.id, list(asked[c.id].prompt_ids))
         rollout.add_sampled(c.token_ids, c.logprobs, c.versions)
         rollouts.append(rollout)
-    own = score(policy, rollouts, 1.0, choose_layout(Config().policy.layout, policy.device), 2048)
+    own = score(policy, rollouts, 1.0)
     return float(mismatch_kl(own, sampled_tokens(rollouts, policy.device).behaviour_logprobs).mean())
 
 
@@ -70,7 +70,7 @@ def measure(kind: EngineKind, folder: Path, repeats: int) -> dict[str, Any]:
     policy = Policy.load(folder, device)
     config = Config(engine=EngineConfig(kind=kind, slots=GROUPS * SIZE))
     config.rollout.max_prompt_tokens, config.rollout.max_tokens = PROMPT, TOKENS
-    started, engine = timed(lambda: make_engine(config, policy, folder), device)
+    started, engine = timed(lambda: build_engine(config, policy), device)
     asked, sampling = requests(policy.vocabulary), Sampling(max_tokens=TOKENS)
     turns: dict[str, list[float]] = {name: [] for name in ("handover", "sampling", "sleep", "tokens/s", "copy")}
     moved, kl = 0, 0.0

@@ -21,7 +21,7 @@ ROUNDING = 1e-9  # 0.7 + 0.2 + 0.1 is a little less than 1: a reward of weighted
 
 
 def evaluate(s: Session, name: str, step: int = 0) -> float:
-    """Mean reward over the held-out tasks, with a random stream per task that is the same at every evaluation.
+    """Return the mean reward over the held-out tasks, with a random stream per task that is the same at every evaluation.
 
     A reward that failed counts as 0 here, and is reported: leaving it out would flatter the mean. The engine must be awake.
     """
@@ -33,31 +33,41 @@ def evaluate(s: Session, name: str, step: int = 0) -> float:
         for i, task in enumerate(tasks)
     ]
     sampling = Sampling(config.temperature, rollout.top_k, rollout.top_p, rollout.max_tokens)
-    with s.timed("eval"), s.console.progress("evaluating", len(tasks) * config.samples) as advance:
-        errors = sample_groups(s.engine, groups, sampling, tokenizer, s.scorer, s.ranks, advance, s.revive_engine)
+    with (
+        s.progress.clock.timed("eval"),
+        s.console.progress("evaluating", len(tasks) * config.samples) as advance,
+    ):
+        errors = sample_groups(
+            s.turn.engine, groups, sampling, tokenizer, s.scorer, s.policy.ranks, advance, s.turn.revive
+        )
     rollouts = [r for group in groups for r in group.rollouts]
     values = {
-        "name": name, "step": step, **scores(groups, config.pass_reward),
+        "name": name,
+        "step": step,
+        **scores(groups, config.pass_reward),
         "length": statistics.fmean(r.sampled for r in rollouts),
         "truncated": statistics.fmean(r.finish_reason == "length" for r in rollouts),
-        "tasks": len(tasks), "samples": config.samples, "reward_errors": errors, **fault_metrics(reward_faults(groups)),
-    }  # fmt: skip
-    stem = f"eval_{name}" if name != "step" else f"eval_step_{step:04d}"
-    s.save_rollouts(stem, groups)
+        "tasks": len(tasks),
+        "samples": config.samples,
+        "reward_errors": errors,
+        **fault_metrics(reward_faults(groups)),
+    }
+    s.rollouts.save(f"eval_{name}" if name != "step" else f"eval_step_{step:04d}", groups)
     s.metrics.write("eval", **values)
     s.console.reward_faults(first_faults(groups))
     s.console.say(eval_line(values))
-    s.evaluations[name] = values["reward"]
-    if s.config.rl.keep_best and name in ("step", "rl") and (s.best is None or values["reward"] > s.best["reward"]):
-        s.best = {"step": step, "reward": values["reward"]}
-    return values["reward"]
+    progress, reward = s.progress, values["reward"]
+    progress.evaluations[name] = reward
+    if s.config.rl.keep_best and name in ("step", "rl") and (progress.best is None or reward > progress.best["reward"]):
+        progress.best = {"step": step, "reward": reward}
+    return reward
 
 
 def scores(groups: Sequence[Group], pass_reward: float) -> dict[str, Any]:
-    """How good the groups' rollouts are, an unscored one counted as 0; all groups are of one size n.
+    """Return how good the groups' rollouts are, an unscored one counted as 0; all groups are of one size n.
 
-    reward: the mean, avg@n. correct: share of samples whose reward is at least `pass_reward`. Where n > 1, pass_at: for k = 1, 2, 4, … ≤ n
-    the probability that k samples hold a right one, a mean over tasks. Where tasks have two sources or more, sources: mean reward of each.
+    reward: the mean, avg@n. correct: share of samples whose reward is at least `pass_reward`. If n > 1, pass_at: for k = 1, 2, 4, … ≤ n
+    the probability that k samples hold a right one, a mean over tasks. If tasks have two sources or more, sources: mean reward of each.
     """
     rewards = [[r.reward or 0.0 for r in group.rollouts] for group in groups]
     every = [reward for of_task in rewards for reward in of_task]

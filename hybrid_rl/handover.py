@@ -1,16 +1,18 @@
 """Whose turn it is with the device: the trainer's weights reach the engine, and the trainer takes its memory back.
 
-The two functions here are the only places where memory changes hands, in training and in evaluation alike.
+`hand_over` and `take_back` are the only places where memory changes hands, in training and in evaluation alike. A `Turn` calls them for
+a run, and starts an engine again that died.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from hybrid_rl.engine.base import KV_CACHE, WEIGHTS, Engine, EngineDied
+from hybrid_rl.engine.base import KV_CACHE, WEIGHTS, Engine, EngineDied, EngineError
 from hybrid_rl.policy.model import Policy
 from hybrid_rl.policy.numbers import broken_weight
 from hybrid_rl.policy.offload import release_cached
@@ -23,15 +25,68 @@ class HandoverError(RuntimeError):
     """The engine's weights are not the policy's."""
 
 
+@dataclass(slots=True)
+class Turn:
+    """The engine may sample between `to_engine` and `to_trainer`. All calls are collective."""
+
+    policy: Policy
+    engine: Engine
+    bucket_bytes: int = BUCKET_BYTES
+    allowed_restarts: int = 0  # of an engine that died
+    say: Callable[[str], None] = lambda line: None
+    version: int = 0  # of the weights that were handed over last
+    restarts: int = 0
+
+    def to_engine(self, version: int, optimizer: Optimizer | None = None, verify: bool = False) -> None:
+        """Hand the weights over; if the engine turns out to be dead, to a new one. It is awake when this returns."""
+        self.version = version
+        while True:
+            try:
+                hand_over(self.policy, self.engine, version, optimizer, verify=verify, bucket_bytes=self.bucket_bytes)
+                return
+            except EngineDied as error:
+                self._restart(error, optimizer)
+                verify = True
+
+    def to_trainer(self, optimizer: Optimizer | None = None) -> None:
+        take_back(self.policy, self.engine, optimizer)
+
+    def revive(self, error: EngineDied) -> None:
+        """Start a new engine with the same weights in the place of one that died while it sampled."""
+        self._restart(error)
+        self.to_engine(self.version, verify=True)
+
+    def _restart(self, error: EngineDied, optimizer: Optimizer | None = None) -> None:
+        """Raise EngineError if that was done as often as it is allowed."""
+        if self.restarts >= self.allowed_restarts:
+            raise EngineError(
+                f"the engine died {self.allowed_restarts + 1} times, and engine.restarts={self.allowed_restarts}; {error}"
+            )
+        self.restarts += 1
+        self.say(f"engine restarted ({self.restarts} of {self.allowed_restarts} times): {str(error).splitlines()[0]}")
+        self.policy.park()  # a new engine takes its memory at once, so the trainer's part must not lie there
+        if optimizer is not None:
+            optimizer.park()
+        release_cached(self.policy.device)
+        self.policy.ranks.on_all(self.engine.restart)
+        self.policy.ranks.on_all(self.engine.sleep)
+        self.policy.unpark()
+
+
 def hand_over(
-    policy: Policy, engine: Engine, version: int, optimizer: Optimizer | None = None, *, verify: bool = False,
+    policy: Policy,
+    engine: Engine,
+    version: int,
+    optimizer: Optimizer | None = None,
+    *,
+    verify: bool = False,
     bucket_bytes: int = BUCKET_BYTES,
-) -> int:  # fmt: skip
+) -> int:
     """Trainer → engine: wake the engine's weights, bring the policy's in, park what only the trainer needs, wake the KV cache last.
 
     Returns the bytes that this rank copied. An engine that samples from the policy's own parameters has nothing to copy: they are
     unsharded in place. `verify` then compares name by name. Collective: an error on one rank is raised on all.
-    Raises HandoverError for weights that are not finite before anything moves.
+    Raises HandoverError for non-finite weights before anything moves.
     """
     if name := broken_weight(policy):
         raise HandoverError(
@@ -83,9 +138,7 @@ def _send(policy: Policy, engine: Engine, version: int, bucket_bytes: int) -> in
                 bucket = next(buckets)
             except StopIteration:
                 return
-            except (
-                Exception
-            ) as error:  # out of memory, say: this rank cannot walk on, so the others must not be waited for
+            except Exception as error:  # out of memory, say: this rank cannot walk on, and must not wait for the others
                 lost = error
                 raise
             moved += sum(tensor.nbytes for tensor in bucket.values())

@@ -34,15 +34,14 @@ from transformers.utils import logging
 from yaml import YAMLError
 
 from hybrid_rl.algo.batch import Given
-from hybrid_rl.config import Config, LoraConfig
-from hybrid_rl.learner import objective_of
+from hybrid_rl.config import Config, LayoutKind, LoraConfig
 from hybrid_rl.model_folder.read import ModelError
 from hybrid_rl.policy.critic import Critic, ValueModel
 from hybrid_rl.policy.layout import sampled_tokens
 from hybrid_rl.policy.model import Policy, pick_device
 from hybrid_rl.policy.numbers import Fault, find
 from hybrid_rl.policy.optimizer import make_optimizer
-from hybrid_rl.policy.update import accumulate, demonstrate, score
+from hybrid_rl.policy.update import LOG_RATIO, Objective, demonstrate, forward_backward, score
 from hybrid_rl.run_folder import checkpoint
 from hybrid_rl.run_folder.checkpoint import CheckpointError
 from hybrid_rl.run_folder.rollouts import as_rollout, read_rollouts
@@ -122,7 +121,7 @@ class Kept:
         facts = json.loads((folder / "batch.json").read_text())
         schema = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(folder / "config.yaml"))
         config = cast(Config, OmegaConf.to_object(schema))
-        config.policy.shard = 0  # there is one process here
+        config.policy.shard, config.policy.layout = 0, LayoutKind(facts["layout"])  # there is one process here
         check_loss(config.algo.loss, own_loss, folder / "config.yaml")
         rows = read_rollouts(folder / "rollouts.parquet")
         columns = load_file(folder / "numbers.safetensors")  # the order of the columns has no meaning
@@ -145,12 +144,12 @@ class Kept:
 
     def run(self, members: Sequence[int]) -> tuple[dict[str, Tensor], float]:
         """Run forward and backward on some rollouts; return their tokens' numbers by name, and the gradient norm."""
-        rollouts, how = [self.rollouts[i] for i in members], (self.facts["layout"], self.config.policy.row_tokens)
+        rollouts = [self.rollouts[i] for i in members]
         scale, temperature = self.facts["scale"], self.config.rollout.temperature
         if self.facts["kind"] == "sft":
-            found = {"loss": demonstrate(self.model, scale, rollouts, self.config.sft.label_smoothing, *how)}
+            found = {"loss": demonstrate(self.model, scale, rollouts, self.config.sft.label_smoothing)}
         elif self.facts["kind"] == "scored":
-            return {"log-probability": score(self.model, rollouts, temperature, *how)}, 0.0
+            return {"log-probability": score(self.model, rollouts, temperature)}, 0.0
         else:
             given, chosen = self._given(members)
             if isinstance(self.model, ValueModel):
@@ -161,27 +160,19 @@ class Kept:
                 )
                 critic.optimizer.scale = scale
                 values, targets = (self.columns[name][chosen] for name in ("values", "targets"))
-                losses, _ = critic.accumulate(rollouts, values, targets, given, *how)
-                found = {"value": critic.values(rollouts, *how), "value loss": losses}
+                losses = critic.forward_backward(rollouts, values, targets, given).losses
+                found = {"value": critic.values(rollouts), "value loss": losses}
             else:
-                objective = objective_of(self.config.algo, self.facts["kl_coef"])
-                done = accumulate(self.model, scale, rollouts, given, objective, temperature, *how)
-                found = {"log-probability": done.log_ratios + given.old_logprobs, "loss": done.losses}
+                objective = Objective.of(self.config.algo, self.facts["kl_coef"])
+                done = forward_backward(self.model, scale, rollouts, given, objective, temperature)
+                found = {"log-probability": done.columns[LOG_RATIO] + given.old_logprobs, "loss": done.losses}
         return found, self._norm() / scale
 
     def _given(self, members: Sequence[int]) -> tuple[Given, Tensor]:
         """Return the inputs of the update for some rollouts, and a mask of their sampled tokens."""
         of = sampled_tokens(self.rollouts, self.model.device).rollout_index
         chosen = torch.isin(of, torch.tensor(list(members), device=of.device))
-        names = (
-            "advantages",
-            "old_logprobs",
-            "behaviour_logprobs",
-            "corrections",
-            "weights",
-            "reference_logprobs",
-            "look",
-        )
+        names = ("advantages", "old_logprobs", "behaviour_logprobs", "corrections", "weights", "ref_logprobs", "look")
         columns: dict[str, Any] = {name: self.columns[name][chosen] for name in names if name in self.columns}
         return Given(rollout=of[chosen], divisor=self.facts["divisor"], **columns), chosen
 

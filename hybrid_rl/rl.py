@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from hybrid_rl.deterministic import seed_all
+from hybrid_rl.engine.base import request_seed
 from hybrid_rl.evaluate import evaluate
-from hybrid_rl.handover import take_back
-from hybrid_rl.learner import Learner
+from hybrid_rl.learner import Learner, make_learner
 from hybrid_rl.report.alarms import Alarms
 from hybrid_rl.report.console import NOTHING, step_line
 from hybrid_rl.report.phases import Phases
@@ -20,74 +21,92 @@ class NothingTrained(RuntimeError):
 
 
 def train_rl(s: Session) -> None:
-    """rl.steps steps of synchronous GRPO. Goes on from a checkpoint of this stage where the session has one.
+    """Take rl.steps steps of synchronous GRPO. Goes on from a checkpoint of this stage, if the run was resumed in it.
 
     Every rank runs this: it samples its share, and trains its share, of what all of them know. Raises NothingTrained, with a checkpoint
     saved, after rl.max_empty_steps steps in a row without an update.
     """
-    config, policy, engine = s.config.rl, s.policy, s.engine
+    config, policy, turn, progress = s.config.rl, s.policy, s.turn, s.progress
     start = s.resumed_step("rl")
-    learner, alarms = Learner(s, start), Alarms()
-    optimizer = learner.optimizer
-    collector = Collector(
-        engine, s.tasks.rl, policy.tokenizer, s.scorer, s.config.rollout, s.config.seed, s.ranks, s.config.algo, learner.greedy,
-        s.revive_engine, s.data_seed,
-    )  # fmt: skip
+    learner, alarms = make_learner(s, start), Alarms()
+    optimizer, collector = learner.optimizer, _collector(s, learner)
     if s.resumed and start:
         s.resumed.restore_optimizer(optimizer)
         for name, part in (("learner", learner), ("collector", collector), ("alarms", alarms)):
             s.resumed.restore(name, part.restore)
 
     for step in range(start + 1, config.steps + 1):
-        s.seed_step("rl", step)
-        phases, restarts = Phases(policy.device), s.engine_restarts
+        seed_all(request_seed(s.config.seed, "rl", step))
+        phases, restarts = Phases(policy.device), turn.restarts
         with phases("handover"):
             learner.park()
-            s.hand_over(optimizer, verify=s.config.handover.verify or step == start + 1)
+            turn.to_engine(progress.version, optimizer, verify=s.config.handover.verify or step == start + 1)
         if config.eval_every and step > 1 and (step - 1) % config.eval_every == 0:
             with phases("evaluate"):
                 evaluate(s, "step", step - 1)
         with phases("rollout"), s.console.progress(f"step {step}: sampling", s.config.rollout.batch_size) as advance:
-            before = replace(engine.stats)
+            before = replace(turn.engine.stats)
             batch = collector.collect(advance)
         with phases("sleep"):
-            take_back(policy, engine, optimizer)
+            turn.to_trainer(optimizer)
         with phases("update"):
             trained, advantages = learner.learn(batch, step)
-            s.version += 1
-            s.count_step(trained["nothing_trained"])
-        s.save_rollouts(f"step_{step:04d}", batch.all_groups, advantages, batch.trained)
-        s.remove_old_rollouts(step)
+            progress.version += 1
+            progress.count_step(trained["nothing_trained"])
+
+        s.rollouts.save(f"step_{step:04d}", batch.all_groups, advantages, batch.trained)
+        s.rollouts.remove_old(step)
         values = {
             "step": step,
-            "version": s.version,
+            "version": progress.version,
             **rollout_metrics(batch),
             **trained,
-            **phase_metrics(phases, batch, s.ranks),
+            **phase_metrics(phases, batch, policy.ranks),
+            **prompt_metrics(before, turn.engine.stats, policy.ranks),
+            "engine_restarts": turn.restarts - restarts,
         }
-        values |= {**prompt_metrics(before, engine.stats, s.ranks), "engine_restarts": s.engine_restarts - restarts}
         begun = alarms.check(values)
         # before the checkpoint, which counts its lines: a killed run loses and doubles none
         s.metrics.write("rl", **values, alarms=list(begun))
-        s.publish_checkpoint(wait=False)  # of a step before, if it is written by now
+        s.saver.publish(wait=False)  # the checkpoint of a step before, if it is written by now
         stopping = s.stop_asked()
-        idle = 0 < config.max_empty_steps <= s.empty_steps
+        idle = 0 < config.max_empty_steps <= progress.empty_steps
         due = step % config.checkpoint_every == 0 or (config.keep_best and step % config.eval_every == 0)
         if due or step == config.steps or stopping or idle:
             states = {"collector": collector.state(), "learner": learner.state(), "alarms": alarms.state()}
-            s.save_checkpoint("rl", step, optimizer, learner.critic, **states)
+            s.saver.save("rl", step, optimizer, learner.critic, **states)
         s.console.reward_faults(batch.examples)
         s.console.say(step_line(values, config.steps))
         for line in begun.values():
             s.console.say(f"  ! {line}")
         if idle:
-            s.publish_checkpoint()
-            why, remedy = NOTHING[trained["nothing_trained"]]
-            raise NothingTrained(
-                f"nothing was trained in {s.empty_steps} RL steps in a row (rl.max_empty_steps={config.max_empty_steps}), "
-                f"in step {step} because {why}: {remedy}"
-            )
+            s.saver.publish()
+            raise NothingTrained(_idle(s, step, trained["nothing_trained"]))
         if stopping:
             s.stop(stopping, f"step {step} of {config.steps} of RL is done and saved")
     learner.park()
-    s.publish_checkpoint()
+    s.saver.publish()
+
+
+def _collector(s: Session, learner: Learner) -> Collector:
+    return Collector(
+        s.turn.engine,
+        s.tasks.rl,
+        s.policy.tokenizer,
+        s.scorer,
+        s.config.rollout,
+        s.config.seed,
+        s.policy.ranks,
+        s.config.algo,
+        learner.greedy,
+        s.turn.revive,
+        s.data_seed,
+    )
+
+
+def _idle(s: Session, step: int, nothing: str) -> str:
+    why, remedy = NOTHING[nothing]
+    return (
+        f"nothing was trained in {s.progress.empty_steps} RL steps in a row (rl.max_empty_steps={s.config.rl.max_empty_steps}), "
+        f"in step {step} because {why}: {remedy}"
+    )

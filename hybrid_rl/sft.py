@@ -7,10 +7,12 @@ from collections.abc import Sequence
 
 from hybrid_rl.data.render import demonstration
 from hybrid_rl.data.sampler import Sampler
+from hybrid_rl.deterministic import seed_all
+from hybrid_rl.engine.base import request_seed
 from hybrid_rl.policy.optimizer import make_optimizer
 from hybrid_rl.policy.update import imitate
 from hybrid_rl.report.console import sft_line
-from hybrid_rl.run_folder.bad_batch import BadBatch, as_groups, keep
+from hybrid_rl.run_folder.bad_batch import BadBatch, BadBatches, as_groups
 from hybrid_rl.session import Session
 from hybrid_rl.types import Rollout
 
@@ -18,11 +20,12 @@ LOG_EVERY = 10  # steps that one line of metrics.jsonl averages over
 
 
 def train_sft(s: Session) -> None:
-    """sft.steps supervised steps on the sft set. Goes on from a checkpoint of this stage where the session has one."""
+    """Take sft.steps supervised steps on the sft set. Goes on from a checkpoint of this stage, if the run was resumed in it."""
     config, policy = s.config.sft, s.policy
     optimizer = make_optimizer(policy, config.optimizer, config.steps)
     examples = [demonstration(task, policy.tokenizer, s.config.rollout.max_prompt_tokens) for task in s.tasks.sft]
     curriculum = Curriculum(examples, config.curriculum * config.steps, s.data_seed)
+    bad_batches = BadBatches(s.folder, s.config, s.progress, s.console.say)
     start, window = s.resumed_step("sft"), list[dict[str, float]]()
     if s.resumed and start:
         s.resumed.restore_optimizer(optimizer)
@@ -30,24 +33,19 @@ def train_sft(s: Session) -> None:
         s.resumed.restore("window", window.extend)
     say_every = LOG_EVERY * max(1, round(config.steps / LOG_EVERY / 10))  # about ten lines a stage
     since = time.perf_counter()
-    with s.timed("sft"), s.console.progress("SFT", config.steps) as advance:
+    with s.progress.clock.timed("sft"), s.console.progress("SFT", config.steps) as advance:
         for step in range(start + 1, config.steps + 1):
-            s.seed_step("sft", step)
+            seed_all(request_seed(s.config.seed, "sft", step))
             batch = curriculum.draw(config.batch_size, step)
-            window.append(
-                imitate(policy, optimizer, batch, config.label_smoothing, s.layout, s.config.policy.row_tokens)
-            )
-            if optimizer.fault:
-                keep(
-                    s,
-                    BadBatch("sft", step, as_groups(batch), range(len(batch)), {}, {"scale": optimizer.scale}),
-                    optimizer.fault,
-                    policy,
-                    s.model_folder,
-                )
-                optimizer.check()
+            done = imitate(policy, optimizer, batch, config.label_smoothing)
+            window.append(done.numbers)
+            if done.fault:
+                bad = BadBatch("sft", step, as_groups(batch), range(len(batch)), {}, {"scale": optimizer.scale})
+                bad_batches.keep(bad, done.fault, policy)
+                optimizer.check(done.fault)
             advance(note=f"loss {window[-1]['loss']:.3f}")
-            if step % LOG_EVERY == 0 or step == config.steps:
+            last = step == config.steps
+            if step % LOG_EVERY == 0 or last:
                 values = {
                     "step": step,
                     **{key: sum(m[key] for m in window) / len(window) for key in ("loss", "grad_norm")},
@@ -56,23 +54,22 @@ def train_sft(s: Session) -> None:
                     "skipped": sum(m["skipped"] for m in window),
                 }
                 s.metrics.write("sft", **values)
-                if step % say_every == 0 or step == config.steps:
+                if step % say_every == 0 or last:
                     s.console.say(sft_line(values, config.steps))
                 window, since = [], time.perf_counter()
-                s.publish_checkpoint(wait=False)
-            stopping = (
-                step < config.steps and s.stop_asked()
-            )  # after the last one the stage is evaluated and saved anyway
-            due = config.checkpoint_every and step % config.checkpoint_every == 0
-            if step < config.steps and (due or stopping):
-                s.save_checkpoint("sft", step, optimizer, sampler=curriculum.sampler.state(), window=window)
+                s.saver.publish(wait=False)
+            if last:  # the stage is evaluated and saved anyway
+                break
+            stopping = s.stop_asked()
+            if stopping or (config.checkpoint_every and step % config.checkpoint_every == 0):
+                s.saver.save("sft", step, optimizer, sampler=curriculum.sampler.state(), window=window)
             if stopping:
                 s.stop(stopping, f"step {step} of {config.steps} of SFT is done and saved")
-    s.publish_checkpoint()
+    s.saver.publish()
 
 
 class Curriculum:
-    """Draws examples in a seeded order without replacement; during the first `ramp` steps only those short enough for now.
+    """Draw examples in a seeded order without replacement; during the first `ramp` steps only those short enough for now.
 
     The longest one allowed grows linearly from the shortest example to the longest. A tiny model that meets short
     examples first finds the rule on every seed, and some seeds never do without.
@@ -85,7 +82,7 @@ class Curriculum:
         self.shortest, self.longest = min(lengths), max(lengths)
 
     def draw(self, count: int, step: int) -> list[Rollout]:
-        """The examples of step 1, 2, …; the order passes over those that are still too long."""
+        """Return the examples of step 1, 2, …; the order passes over those that are still too long."""
         share = min(1.0, step / self.ramp) if self.ramp else 1.0
         limit = self.shortest + share * (self.longest - self.shortest)
         drawn: list[Rollout] = []

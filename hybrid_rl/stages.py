@@ -9,35 +9,28 @@ import signal
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 
 import torch
-from omegaconf import OmegaConf
 from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
-from hybrid_rl.algo.contract import check_parts
 from hybrid_rl.algo.declared import PartError, removed_signal
+from hybrid_rl.build import Start, build
 from hybrid_rl.config import Config, EngineKind, ExportDtype, only_evaluates
-from hybrid_rl.data import DataError, TaskSets, load_task_sets, template_arguments
-from hybrid_rl.data.render import Checked, check_prompts
-from hybrid_rl.data.template import fix_template
+from hybrid_rl.data import DataError
 from hybrid_rl.deterministic import make_deterministic
-from hybrid_rl.engine.base import KV_CACHE, WEIGHTS, EngineError
-from hybrid_rl.engine.make import ENGINES, make_engine
+from hybrid_rl.engine.base import EngineError
+from hybrid_rl.engine.make import ENGINES, choose_engine
 from hybrid_rl.engine.sglang.interface import withheld
 from hybrid_rl.evaluate import evaluate
-from hybrid_rl.handover import HandoverError, take_back
-from hybrid_rl.machine import cores, machine, versions
-from hybrid_rl.model_folder.read import ModelError, read_config
-from hybrid_rl.model_folder.tokenizer import read_tokenizer
+from hybrid_rl.handover import HandoverError
+from hybrid_rl.machine import machine, versions
+from hybrid_rl.model_folder.read import ModelError
 from hybrid_rl.plan import print_plan
-from hybrid_rl.policy import tiny
-from hybrid_rl.policy.model import Policy, pick_device
 from hybrid_rl.policy.optimizer import TrainingDiverged
-from hybrid_rl.preflight.budget import BudgetError, check_budget, check_lengths, measure
+from hybrid_rl.preflight.budget import BudgetError
 from hybrid_rl.processes.launch import after_rank_0
 from hybrid_rl.processes.ranks import Ranks
 from hybrid_rl.processes.signals import Stopped
@@ -45,9 +38,7 @@ from hybrid_rl.report import write_report
 from hybrid_rl.report.console import Console
 from hybrid_rl.rl import NothingTrained, train_rl
 from hybrid_rl.rollout.rewards import RewardError, Scorer
-from hybrid_rl.run_folder import checkpoint
 from hybrid_rl.run_folder.checkpoint import CheckpointError
-from hybrid_rl.run_folder.clock import read_clock, start_clock
 from hybrid_rl.run_folder.files import (
     FolderInUse,
     alone_in,
@@ -56,20 +47,27 @@ from hybrid_rl.run_folder.files import (
     remove_unfinished,
     sync_tree,
     write_json,
-    write_text,
 )
-from hybrid_rl.run_folder.metrics import Metrics
-from hybrid_rl.run_folder.resume import check_data, digests, resume_point
+from hybrid_rl.run_folder.resume import resume_point
 from hybrid_rl.session import Session
 from hybrid_rl.sft import train_sft
 
 # What ends a run with one line instead of a traceback: the line says what to do.
 EXPECTED = (
-    ModelError, DataError, RewardError, EngineError, HandoverError, CheckpointError, TrainingDiverged, FolderInUse, SafetensorError, BudgetError,
-    NothingTrained, PartError,
-)  # fmt: skip
+    ModelError,
+    DataError,
+    RewardError,
+    EngineError,
+    HandoverError,
+    CheckpointError,
+    TrainingDiverged,
+    FolderInUse,
+    SafetensorError,
+    BudgetError,
+    NothingTrained,
+    PartError,
+)
 DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
-TINY_PARAMETERS = 10_000_000  # below this, more threads than one cost more than they give
 
 
 def run(config: Config, folder: Path, ranks: Ranks | None = None) -> int:
@@ -117,9 +115,9 @@ def _train(config: Config, folder: Path, console: Console, ranks: Ranks) -> None
         r = config.rollout
         scorer = Scorer(config.reward, r.reward_workers, r.reward_timeout, r.reward_start_timeout)
         stack.callback(scorer.close)
-        session = _build(config, folder, console, scorer, resumed, ranks, notes)
+        session = build(Start(config, folder, console, ranks, scorer, resumed, notes))
         stack.callback(_let_go, session)
-        session.running["total"] = started
+        session.progress.clock.start("total", started)
         _introduce(session, notes)
         try:
             _stages(session)
@@ -127,7 +125,7 @@ def _train(config: Config, folder: Path, console: Console, ranks: Ranks) -> None
             ranks.from_main(lambda: write_report(folder))
             raise
         _finish(session)
-        if config.rl.steps and config.rl.max_empty_steps and not session.trained_steps:
+        if config.rl.steps and config.rl.max_empty_steps and not session.progress.trained_steps:
             raise NothingTrained(
                 f"the run trained nothing: none of its RL steps had a gradient; see why in {folder / 'report.html'}"
             )
@@ -138,8 +136,8 @@ def _let_go(s: Session) -> None:
     with suppress(OSError):
         s.metrics.close()
     with suppress(CheckpointError):
-        if s.ranks.world == 1:
-            s.publish_checkpoint()
+        if s.policy.ranks.world == 1:
+            s.saver.publish()
 
 
 def _stages(s: Session) -> None:
@@ -157,15 +155,15 @@ def _stages(s: Session) -> None:
         s.console.heading("Base model")
         _evaluate(s, "base")
         if number := s.stop_asked():
-            s.save_checkpoint("sft" if s.config.sft.steps else "rl", 0, None)
+            s.saver.save("sft" if s.config.sft.steps else "rl", 0)
             s.stop(number, "the base model is evaluated and saved")
     if stage in ("base", "sft") and s.config.sft.steps:
         s.console.heading(f"SFT: {s.config.sft.steps} steps of {s.config.sft.batch_size} demonstrations")
         train_sft(s)
         _evaluate(s, "sft")
     if stage != "rl":
-        s.save_checkpoint("rl", 0, None)
-        s.publish_checkpoint()  # from the first line of RL on there is one to go on from
+        s.saver.save("rl", 0)
+        s.saver.publish()  # from the first line of RL on there is one to go on from
     if number := s.stop_asked():
         s.stop(number, "all before RL is done and saved")
     rollout = s.config.rollout
@@ -173,7 +171,7 @@ def _stages(s: Session) -> None:
         s.console.heading(
             f"RL: {s.config.rl.steps} steps of {rollout.batch_size // rollout.group_size} tasks × {rollout.group_size} rollouts"
         )
-        with s.timed("rl"):
+        with s.progress.clock.timed("rl"):
             train_rl(s)
         _evaluate(s, "rl", s.config.rl.steps)
     if number := s.stop_asked():
@@ -181,86 +179,20 @@ def _stages(s: Session) -> None:
 
 
 def _evaluate(s: Session, name: str, step: int = 0) -> None:
-    s.hand_over(verify=s.config.handover.verify)
+    s.turn.to_engine(s.progress.version, verify=s.config.handover.verify)
     evaluate(s, name, step)
-    take_back(s.policy, s.engine)
-
-
-def _build(
-    config: Config, folder: Path, console: Console, scorer: Scorer, resumed: checkpoint.Checkpoint | None, ranks: Ranks, notes: list[str]
-) -> Session:  # fmt: skip
-    """Load everything the stages need; if a checkpoint is resumed, as it stood then. `notes` get what a reader should know."""
-    device, r = pick_device(config.device), config.rollout
-    ranks.from_main(lambda: check_parts(config))
-    tasks = load_task_sets(
-        config.data,
-        rl_tasks=r.batch_size // r.group_size if config.rl.steps else 0,
-        sft_tasks=config.sft.batch_size if config.sft.steps else 0,
-    )
-    data = ranks.from_main(lambda: digests(config, tasks))
-    if resumed:
-        notes += check_data(resumed, data)
-    model_folder = Path(config.model.path) if config.model.path else folder / "base_model"
-    if not config.model.path and resumed is None:
-        ranks.from_main(lambda: _make_tiny(model_folder, config))
-    now = ranks.from_main(lambda: read_clock(folder) if resumed else start_clock(folder))
-    checked = ranks.from_main(lambda: _check_prompts(tasks, model_folder, config, now))
-    sizes = ranks.from_main(lambda: measure(config, model_folder))
-    notes += checked.notes
-    notes += ranks.from_main(lambda: check_lengths(config, sizes, checked.longest))
-    ranks.from_main(lambda: check_budget(config, sizes, device, ranks, folder))
-    notes += ranks.on_all(lambda: scorer.check([*tasks.rl, *tasks.eval]))
-    torch.manual_seed(config.seed)  # adapters begin at random
-    policy = Policy.load(model_folder, device, config.policy, ranks)
-    fix_template(policy.tokenizer, template_arguments(config.data), now)
-    threads = 1 if policy.parameter_count() < TINY_PARAMETERS else max(1, cores() // ranks.local_world)
-    torch.set_num_threads(config.threads or threads)
-    ranks.from_main(lambda: (folder / "rollouts").mkdir(parents=True, exist_ok=True))
-    if resumed is None:
-        ranks.from_main(lambda: write_text(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config))))
-    metrics = Metrics(
-        folder / "metrics.jsonl" if ranks.main else None, keep_lines=resumed.state["metrics_lines"] if resumed else 0
-    )
-    engine = make_engine(config, policy, model_folder, folder)
-    session = Session(config, folder, model_folder, policy, engine, tasks, scorer, metrics, console, resumed, data=data)
-    if resumed:
-        ranks.on_all(
-            lambda: engine.sleep([KV_CACHE, WEIGHTS])
-        )  # a new one is awake, and a resumed run may go on with training
-        resumed.restore_policy(policy)
-        session.version, session.evaluations = resumed.state["version"], resumed.state["evaluations"]
-        session.trained_steps = resumed.state.get("trained_steps", 1)  # checkpoints of earlier versions do not count
-        session.empty_steps = resumed.state.get("empty_steps", 0)
-        session.seconds, session.best = resumed.state["seconds"], resumed.state["best"]
-        ranks.from_main(
-            lambda: (folder / "summary.json").unlink(missing_ok=True)
-        )  # it marks a finished run, and this one goes on
-    return session
-
-
-def _check_prompts(tasks: TaskSets, model_folder: Path, config: Config, now: datetime) -> Checked:
-    """Before the model loads: can each task be rendered, and does it fit?"""
-    vocabulary, r = read_config(model_folder).get_text_config().vocab_size, config.rollout
-    tokenizer = fix_template(read_tokenizer(model_folder), template_arguments(config.data), now)
-    return check_prompts(
-        tasks, tokenizer, vocabulary,
-        max_tokens=r.max_prompt_tokens, row_tokens=config.policy.row_tokens, sft=bool(config.sft.steps),
-    )  # fmt: skip
-
-
-def _make_tiny(folder: Path, config: Config) -> None:
-    remove(folder)  # what a run killed before its first checkpoint left
-    tiny.create(folder, config.model.tiny, config.seed)
+    s.turn.to_trainer()
 
 
 def _introduce(s: Session, notes: list[str]) -> None:
-    """What the run is, the machine, and what was chosen for it; and what is new since the run was saved."""
-    here, config, say = machine(), s.config, s.console.say
+    """Say what the run is, the machine, what was chosen for it, and what is new since the run was saved."""
+    here, config, say, world = machine(), s.config, s.console.say, s.policy.ranks.world
+    kind = choose_engine(config.engine.kind, s.policy.device)
     say(f"hybrid_rl · recipe {config.name} · seed {config.seed} · {s.folder}")
     say(f"machine: {here['cpu']}, {here['cores']} cores, {here['memory_gib']:.0f} GiB; {here['gpu'] or 'no GPU'}")
     say(
-        f"chosen:  {s.ranks.world} rank{'s' * (s.ranks.world > 1)} on {s.policy.device.type}, {torch.get_num_threads()} thread(s) each, "
-        f"engine {s.engine_kind.value} ({ENGINES[s.engine_kind]}), layout {s.layout}, compute {str(s.policy.dtype).removeprefix('torch.')}"
+        f"chosen:  {world} rank{'s' * (world > 1)} on {s.policy.device.type}, {torch.get_num_threads()} thread(s) each, "
+        f"engine {kind.value} ({ENGINES[kind]}), layout {s.policy.layout}, compute {str(s.policy.dtype).removeprefix('torch.')}"
     )
     trained = sum(p.numel() for p in s.policy.trainable.values())
     adapters = (
@@ -272,7 +204,7 @@ def _introduce(s: Session, notes: list[str]) -> None:
     say(f"tasks:   {len(s.tasks.sft):,} for SFT, {len(s.tasks.rl):,} for RL, {len(s.tasks.eval):,} held out")
     if removed := removed_signal(config.algo.advantage, config.algo.silent_by):
         say(f"note:    {removed}")
-    if s.engine_kind == EngineKind.sglang and (names := withheld()):
+    if kind == EngineKind.sglang and (names := withheld()):
         say(
             f"note:    SGLang's process is started without {', '.join(names)}: they could change its samples, or the memory it gives back"
         )
@@ -281,7 +213,7 @@ def _introduce(s: Session, notes: list[str]) -> None:
             "note:    top-k or top-p restrict sampling; the update still compares whole distributions, so ratios are biased"
         )
     if s.resumed:
-        say(f"resumed: {s.resumed.folder.name}, version {s.version}")
+        say(f"resumed: {s.resumed.folder.name}, version {s.progress.version}")
     for note in notes:
         say(f"note:    {note}")
 
@@ -289,46 +221,59 @@ def _introduce(s: Session, notes: list[str]) -> None:
 def _finish(s: Session) -> None:
     """Export the model, write summary and report, say where they lie. The summary comes last: it marks a finished run."""
     if not only_evaluates(s.config):
-        _export(s)
-    if s.ranks.main and s.best:  # the last evaluation may have found a better one than that which was kept
-        checkpoint.prune(s.folder / "checkpoints", s.config.rl.keep_checkpoints, s.best_checkpoint)
+        with s.progress.clock.timed("export"):
+            _export(s)
+    if s.policy.ranks.main and s.progress.best:  # the last evaluation may have found a better one than was kept
+        s.saver.prune()
     s.metrics.close()
-    s.engine.close()
-    if not s.ranks.main:
+    s.turn.engine.close()
+    if not s.policy.ranks.main:
         return
-    summary = {
-        "name": s.config.name, "seed": s.config.seed,
-        **{f"eval/{name}": s.evaluations.get(name) for name in (("model",) if only_evaluates(s.config) else ("base", "sft", "rl"))},
-        "best": {**s.best, "checkpoint": f"checkpoints/{s.best_checkpoint}"} if s.best else None,
-        "seconds": s.spent(),
-        "versions": versions(), "machine": machine(), "ranks": s.ranks.world,
-        "model": {"path": s.config.model.path or "embedded tiny Qwen3", "parameters": s.policy.parameter_count(),
-                  "trained": sum(p.numel() for p in s.policy.trainable.values())},
-        "engine": {**asdict(s.engine.stats), "cache_hit_rate": s.engine.stats.cache_hit_rate},
-    }  # fmt: skip
+    summary = _summary(s)
     report = write_report(s.folder, json.loads(json_text(summary)))
     write_json(s.folder / "summary.json", summary)
+    say, progress = s.console.say, s.progress
     s.console.heading("Done")
-    course = " → ".join(f"{name} {value:.3f}" for name, value in s.evaluations.items() if name != "step")
-    s.console.say(f"evaluation reward: {course}   ({s.spent()['total']:.0f} s in all)")
-    if s.best:
-        s.console.say(f"best:    {s.folder / 'checkpoints' / str(s.best_checkpoint)}, reward {s.best['reward']:.3f}")
-    s.console.say(f"report:  {report}")
-    s.console.say(f"samples: {s.folder / 'samples.md'}")
+    course = " → ".join(f"{name} {value:.3f}" for name, value in progress.evaluations.items() if name != "step")
+    say(f"evaluation reward: {course}   ({progress.clock.spent()['total']:.0f} s in all)")
+    if progress.best:
+        say(f"best:    {s.saver.folder / str(s.saver.best)}, reward {progress.best['reward']:.3f}")
+    say(f"report:  {report}")
+    say(f"samples: {s.folder / 'samples.md'}")
     if only_evaluates(s.config):
         return
-    s.console.say(f"model:   {s.folder / 'final'}")
+    say(f"model:   {s.folder / 'final'}")
     if s.config.policy.lora.rank:
-        s.console.say(f"adapter: {s.folder / 'final_adapter'}")
+        say(f"adapter: {s.folder / 'final_adapter'}")
+
+
+def _summary(s: Session) -> dict[str, object]:
+    names = ("model",) if only_evaluates(s.config) else ("base", "sft", "rl")
+    best, stats = s.progress.best, s.turn.engine.stats
+    return {
+        "name": s.config.name,
+        "seed": s.config.seed,
+        **{f"eval/{name}": s.progress.evaluations.get(name) for name in names},
+        "best": {**best, "checkpoint": f"checkpoints/{s.saver.best}"} if best else None,
+        "seconds": s.progress.clock.spent(),
+        "versions": versions(),
+        "machine": machine(),
+        "ranks": s.policy.ranks.world,
+        "model": {
+            "path": s.config.model.path or "embedded tiny Qwen3",
+            "parameters": s.policy.parameter_count(),
+            "trained": sum(p.numel() for p in s.policy.trainable.values()),
+        },
+        "engine": {**asdict(stats), "cache_hit_rate": stats.cache_hit_rate},
+    }
 
 
 def _export(s: Session) -> None:
-    with s.timed("export"):
-        exported = s.folder / ".final"
-        for left in (exported, exported.with_name(f"{exported.name}_adapter")):
-            s.ranks.from_main(partial(remove, left))
-        s.policy.export(exported, float32=s.config.export.dtype == ExportDtype.float32)
-        s.ranks.from_main(lambda: _put(exported, s.folder / "final"))
+    exported = s.folder / ".final"
+    for left in (exported, exported.with_name(f"{exported.name}_adapter")):
+        s.policy.ranks.from_main(partial(remove, left))
+    s.policy.export(exported, float32=s.config.export.dtype == ExportDtype.float32)
+    s.policy.ranks.from_main(lambda: _put(exported, s.folder / "final"))
 
 
 def _put(exported: Path, final: Path) -> None:

@@ -19,9 +19,8 @@ from hybrid_rl.evaluate import evaluate, scores
 from hybrid_rl.policy.model import Policy
 from hybrid_rl.report.console import Console, eval_line
 from hybrid_rl.rollout.rewards import Scorer
-from hybrid_rl.run_folder.metrics import Metrics
-from hybrid_rl.session import Session
 from hybrid_rl.types import Group, Rollout, Task
+from tests.sessions import make_session
 
 
 class Evaluation:
@@ -34,19 +33,16 @@ class Evaluation:
         ]
         rollout = RolloutConfig(max_tokens=6, max_prompt_tokens=40)
         config = Config(rollout=rollout, eval=EvalConfig(**settings))
-        scorer, metrics = (
-            Scorer({"_target_": f"tests.rewards.{reward}"}, workers=1, timeout=5),
-            Metrics(folder / "metrics.jsonl"),
-        )
+        scorer = Scorer({"_target_": f"tests.rewards.{reward}"}, workers=1, timeout=5)
         engine = LocalEngine(policy.model, policy.end_ids(), 16, 64)
-        session = Session(config, folder, folder, policy, engine, TaskSets([], [], tasks), scorer, metrics, Console())
+        session = make_session(config, folder, policy, engine, TaskSets([], [], tasks), scorer)
         try:
             self.returned = evaluate(session, "rl", 20)
         finally:
             scorer.close()
         self.values = json.loads((folder / "metrics.jsonl").read_text())
         self.stored = pq.read_table(folder / "rollouts" / "eval_rl.parquet").to_pylist()
-        assert session.evaluations == {"rl": self.returned}
+        assert session.progress.evaluations == {"rl": self.returned}
 
     def by_task(self) -> list[list[float | None]]:
         tasks = sorted({row["task_id"] for row in self.stored})

@@ -21,11 +21,11 @@ from hybrid_rl.config import OptimizerConfig, PolicyConfig, TinyConfig
 from hybrid_rl.engine.base import EngineError, Request, Sampling
 from hybrid_rl.engine.local import LocalEngine
 from hybrid_rl.engine.sglang.engine import given_back
-from hybrid_rl.engine.sglang.weights import Checkpoint
+from hybrid_rl.engine.sglang.weights import ModelShapes
 from hybrid_rl.handover import HandoverError, hand_over, take_back
 from hybrid_rl.policy import tiny
 from hybrid_rl.policy.model import Policy
-from hybrid_rl.policy.offload import Parked
+from hybrid_rl.policy.offload import Offloaded
 from hybrid_rl.policy.optimizer import Optimizer
 from hybrid_rl.processes.ranks import Ranks
 from hybrid_rl.report.phases import Phases
@@ -358,21 +358,33 @@ def test_parked_tensors_give_their_memory_back_and_return_bit_equal():
     base = torch.randn(1000)
     view, other = base[100:200].view(10, 10), torch.randn(7).bfloat16()
     expected = [t.clone() for t in (base, view, other)]
-    parked = Parked([view, base, other])
-    assert base.untyped_storage().size() == other.untyped_storage().size() == 0
-    parked.bring_back()
+
+    class Three(Offloaded):
+        def waits(self):
+            return True
+
+        def waiting(self):
+            return [view, base, other]
+
+    three = Three()
+    three.unpark()
+    for _ in range(2):
+        three.park()
+        assert base.untyped_storage().size() == other.untyped_storage().size() == 0
+    three.unpark()
+    three.unpark()
     assert all(torch.equal(t, e) for t, e in zip((base, view, other), expected, strict=True))
 
 
 def test_a_tied_matrix_stored_under_both_names_is_one(tmp_path, tiny_folder):
     """As in some published checkpoints: the policy has one parameter, and hands it over once."""
     shutil.copytree(tiny_folder, tmp_path / "model")
-    before = Checkpoint.read(tmp_path / "model")
+    before = ModelShapes.read(tmp_path / "model")
     assert before.tied
     file = tmp_path / "model" / "model.safetensors"
     weights = load_file(file)
     save_file(weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}, file, {"format": "pt"})
-    assert Checkpoint.read(tmp_path / "model") == before
+    assert ModelShapes.read(tmp_path / "model") == before
     policy = Policy.load(tmp_path / "model", torch.device("cpu"))
     names = {
         before.own_name(name, tensor)

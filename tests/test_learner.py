@@ -25,7 +25,7 @@ from hybrid_rl.config import (
     Reference,
     Schedule,
 )
-from hybrid_rl.learner import Learner
+from hybrid_rl.learner import make_learner
 from hybrid_rl.model_folder.read import ModelError
 from hybrid_rl.policy.layout import pack
 from hybrid_rl.policy.model import Policy
@@ -52,7 +52,7 @@ def batch(seed: int = 0, near: Policy | None = None) -> Batch:
     """Two groups of three; recorded log-probabilities far from the policy's, or near them."""
     made = rollouts(seed)
     if near is not None:
-        own = score(near, made, 1.0, "trees", 2048)
+        own = score(near, made, 1.0)
         noise = 0.1 * torch.randn(len(own), generator=torch.Generator().manual_seed(seed))
         recorded = iter((own + noise).clamp(max=0).tolist())
         for r in made:
@@ -71,7 +71,6 @@ def learning(policy: Policy, tmp_path: Path):
 
     def make(**algo: Any) -> Session:
         made.append(session(policy, tmp_path, "constant"))
-        made[-1].model_folder = Path(policy.model.config._name_or_path)
         made[-1].config.algo = AlgoConfig(
             **{"advantage": part("mean_only.advantages"), "loss": part("reinforce.loss"), **algo}
         )
@@ -85,7 +84,7 @@ def learning(policy: Policy, tmp_path: Path):
 def gradient(
     s: Session, b: Batch, step: int = 1
 ) -> tuple[dict[str, Tensor], dict[str, float], dict[tuple[int, int], float]]:
-    learner = Learner(s, 0)
+    learner = make_learner(s, 0)
     learner.optimizer = recorder = Recorder(s.policy.model)  # type: ignore[assignment]
     numbers, advantages = learner.learn(b, step)
     return recorder.gradient, numbers, advantages
@@ -161,7 +160,7 @@ def test_a_batch_that_trains_nothing_says_why_and_measures_nothing(learning, pol
         r.finish_reason = reason
         r.score(reward, {})
     before = [p.detach().clone() for p in policy.model.parameters()]
-    learner = Learner(learning(**algo), 0)
+    learner = make_learner(learning(**algo), 0)
     numbers, _ = learner.learn(b, 1)
     assert all(torch.equal(a, p) for a, p in zip(before, policy.model.parameters(), strict=True))
     assert (numbers["nothing_trained"], numbers["trained"], b.trained) == (case.split(",")[0], 0, set())
@@ -177,11 +176,11 @@ def test_what_an_update_used_is_noted_rollout_by_rollout(learning):
     b = batch()
     for i in (3, 5):
         b.rollouts[i].finish_reason = "length"
-    numbers, _ = Learner(learning(mask_truncated=True, minibatches=2), 0).learn(b, 1)
+    numbers, _ = make_learner(learning(mask_truncated=True, minibatches=2), 0).learn(b, 1)
     assert b.trained == {(0, 0), (0, 1), (0, 2), (1, 1)}
     assert (numbers["trained"], numbers["nothing_trained"]) == (4, None)
     b = batch()
-    numbers, _ = Learner(learning(loss={"_target_": "tests.broken.loss", "rollout": 4}), 0).learn(b, 1)
+    numbers, _ = make_learner(learning(loss={"_target_": "tests.broken.loss", "rollout": 4}), 0).learn(b, 1)
     assert (b.trained, numbers["trained"], numbers["nothing_trained"]) == (set(), 0, "not_finite")
 
 
@@ -193,12 +192,12 @@ def test_the_learning_rate_follows_the_steps_of_the_run(learning, schedule):
     def rates(empty: set[int], resumed: bool = False) -> list[float]:
         s = learning(minibatches=2)
         s.config.rl.steps, s.config.rl.optimizer = 6, optimizer
-        learner, found = Learner(s, 0), []
+        learner, found = make_learner(s, 0), []
         for step in range(1, 7):
             b = Batch(silent_groups=2) if step in empty else batch()
             found.append(learner.learn(b, step)[0]["lr"])
             if resumed:
-                learner = Learner(s, step)
+                learner = make_learner(s, step)
         return found
 
     whole = rates(set())
@@ -221,7 +220,7 @@ def test_corrections_multiply_and_drop_together(learning, policy):
     b.rollouts[2].logprobs = [
         lp - 1.0 if m else 0.0 for lp, m in zip(b.rollouts[2].logprobs, b.rollouts[2].loss_mask, strict=True)
     ]
-    own = score(policy, b.rollouts, 1.0, "trees", 2048)
+    own = score(policy, b.rollouts, 1.0)
     behaviour = torch.tensor([lp for r in b.rollouts for lp, m in zip(r.logprobs, r.loss_mask, strict=True) if m])
     ratios = [w.tolist() for w in (own - behaviour).exp().split(lengths(b))]
     geometric = [math.exp(sum(map(math.log, w)) / len(w)) for w in ratios]
@@ -252,8 +251,8 @@ def test_recomputed_log_probabilities_make_the_first_ratio_one_to_the_bit(learni
 
 @pytest.mark.parametrize(("epochs", "minibatches"), [(1, 1), (1, 2), (3, 1), (2, 2)])
 def test_epochs_and_minibatches_are_optimizer_steps(learning, epochs, minibatches):
-    learner = Learner(learning(epochs=epochs, minibatches=minibatches), 0)
-    assert learner.optimizer.total_steps == learner.s.config.rl.steps * epochs * minibatches
+    learner = make_learner(learning(epochs=epochs, minibatches=minibatches), 0)
+    assert learner.optimizer.total_steps == learner.config.rl.steps * epochs * minibatches
     numbers, _ = learner.learn(batch(), 1)
     assert learner.optimizer.steps == epochs * minibatches
     spread = numbers["ratio_max"] - numbers["ratio_p01"]
@@ -263,9 +262,9 @@ def test_epochs_and_minibatches_are_optimizer_steps(learning, epochs, minibatche
 def test_kl_in_the_reward_is_part_of_the_advantage(learning, policy, tmp_path):
     """Σ over its tokens of −coef · k1(π_old, reference) is added to a rollout's reward before groups are compared."""
     s = learning(reference=Reference.frozen, kl=KlConfig(coef=0.5, estimator=KlEstimator.k1, place=KlPlace.reward))
-    learner = Learner(s, 0)  # the reference is the policy as it is now
+    learner = make_learner(s, 0)  # the reference is the policy as it is now
     b = batch()
-    distant = score(policy, b.rollouts, 1.0, "trees", 2048)
+    distant = score(policy, b.rollouts, 1.0)
     behaviour = torch.tensor([lp for r in b.rollouts for lp, m in zip(r.logprobs, r.loss_mask, strict=True) if m])
     cost = [0.5 * float(x.sum()) for x in (behaviour - distant).split(lengths(b))]
     paid = [r - c for r, c in zip(REWARDS, cost, strict=True)]
@@ -279,12 +278,12 @@ def test_kl_in_the_reward_is_part_of_the_advantage(learning, policy, tmp_path):
 def test_the_adaptive_coefficient_moves_toward_its_target_and_is_saved(learning):
     s = learning(reference=Reference.frozen, minibatches=2, kl=KlConfig(coef=0.1, target=1e-9, horizon=10))
     s.config.rl.optimizer.lr = 1e-2
-    learner = Learner(s, 0)
+    learner = make_learner(s, 0)
     numbers, _ = learner.learn(batch(), 1)
     assert numbers["kl_coef"] == 0.1
     assert numbers["reference_kl"] > 1e-9
     assert learner.kl_coef == pytest.approx(0.1 * (1 + 0.2 / 10))
-    other = Learner(s, 0)
+    other = make_learner(s, 0)
     other.restore(learner.state())
     assert other.kl_coef == learner.kl_coef
 
@@ -298,14 +297,14 @@ def test_kl_in_the_loss_is_unbiased_where_a_batch_takes_several_updates(
     estimators' unbiased form."""
     s = learning(reference=Reference.frozen, minibatches=minibatches, kl=KlConfig(coef=0.5, estimator=estimator, unbiased=unbiased),
                  advantage=part("mean_only.advantages"))  # fmt: skip
-    learner, b = Learner(s, 0), batch()
+    learner, b = make_learner(s, 0), batch()
     with torch.no_grad():
         for p in policy.model.parameters():  # away from the reference
             p.mul_(0.97)
     for r in b.rollouts:
         r.score(0.0, {})  # no advantage: the KL alone pulls
     first = b.rollouts[: 6 // minibatches]
-    own, distant = score(policy, first, 1.0, "trees", 2048), score(learner.reference.model, first, 1.0, "trees", 2048)
+    own, distant = score(policy, first, 1.0), score(learner.roles.reference.model, first, 1.0)
     behaviour = torch.tensor([lp for r in first for lp, m in zip(r.logprobs, r.loss_mask, strict=True) if m])
     d = distant - own
     weighted = minibatches > 1 if unbiased is None else unbiased
@@ -323,8 +322,8 @@ def test_parts_of_the_reward_reach_the_advantage(learning):
     for r, (right, form) in zip(b.rollouts, [(1, 0), (1, 0), (0, 1), (0.5, 0.5), (1, 0), (0, 1)], strict=True):
         r.score(1.0, {"right": right, "form": form} if form else {"right": right})
     seen = []
-    learner = Learner(learning(advantage=part("gdpo.advantages")), 0)
-    learner.advantages, plain = (lambda scored: seen.append(scored) or plain(scored)), learner.advantages
+    learner = make_learner(learning(advantage=part("gdpo.advantages")), 0)
+    learner.parts.advantages, plain = (lambda scored: seen.append(scored) or plain(scored)), learner.parts.advantages
     learner.learn(b, 1)
     assert {name: column.tolist() for name, column in seen[0].parts.items()} == {
         "right": [1, 1, 0, 0.5, 1, 0],
@@ -344,7 +343,7 @@ def test_a_look_at_the_whole_minibatch_does_not_depend_on_rows(learning, policy,
         else {kind: part(f"{kind}.select", **({"share": 0.3} if kind == "top_entropy" else {"delta": 0.1}))},
         **({"loss": part("kl_cov.loss", share=0.2, coef=0.7)} if kind == "kl_cov" else {}),
     )
-    s.config.policy.layout, s.config.policy.row_tokens = LayoutKind(rows[0]), rows[1]
+    policy.settings.layout, policy.settings.row_tokens = LayoutKind(rows[0]), rows[1]
     with torch.no_grad():
         found = [policy.logprobs(pack([r], "padded", 2048)[0], 1.0) for r in b.rollouts]
     logprobs, entropy = torch.cat([f[0] for f in found]).double(), torch.cat([f[1] for f in found]).double()
@@ -411,7 +410,7 @@ def test_the_teachers_opinion_is_the_advantage(learning, policy, tmp_path):
             p.mul_(0.9)
         policy.export(teacher)
         b = batch()
-        theirs = score(policy, b.rollouts, 1.0, "trees", 2048)
+        theirs = score(policy, b.rollouts, 1.0)
         for p, old in zip(policy.model.parameters(), kept, strict=True):
             p.copy_(old)
     behaviour = torch.tensor([lp for r in b.rollouts for lp, m in zip(r.logprobs, r.loss_mask, strict=True) if m])
@@ -423,7 +422,7 @@ def test_the_teachers_opinion_is_the_advantage(learning, policy, tmp_path):
     tokenizer = teacher / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text().replace("</reversed_text>", "</reversed_test>"))
     with pytest.raises(ModelError, match=r"algo\.teacher=.*its tokenizer is not the policy's"):
-        Learner(s, 0)
+        make_learner(s, 0)
 
 
 def test_needs_are_found_in_nested_parts():
@@ -440,7 +439,7 @@ def test_needs_are_found_in_nested_parts():
 
 def trained(policy: Policy, folder: Path, reward: str, steps: int = 1, **algo: Any) -> list[dict[str, Any]]:
     s = session(policy, folder, reward, steps=steps)
-    s.config.algo, s.model_folder = replace(AlgoConfig(), **algo), Path(policy.model.config._name_or_path)
+    s.config.algo = replace(AlgoConfig(), **algo)
     try:
         train_rl(s)
     finally:

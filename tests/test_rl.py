@@ -11,14 +11,13 @@ from hybrid_rl.config import Config, EvalConfig, OptimizerConfig, RlConfig, Roll
 from hybrid_rl.data import TaskSets
 from hybrid_rl.engine.local import LocalEngine
 from hybrid_rl.policy.model import Policy
-from hybrid_rl.report.console import Console
 from hybrid_rl.rl import NothingTrained, train_rl
 from hybrid_rl.rollout.rewards import Scorer
 from hybrid_rl.run_folder import checkpoint
-from hybrid_rl.run_folder.metrics import Metrics
 from hybrid_rl.run_folder.rollouts import read_rollouts
 from hybrid_rl.session import Session
 from hybrid_rl.types import Task
+from tests.sessions import make_session
 
 
 class Recorder(LocalEngine):
@@ -66,11 +65,8 @@ def session(policy, tmp_path, reward: str, engine: LocalEngine | None = None, **
         eval=EvalConfig(max_tasks=2),
     )
     scorer = Scorer({"_target_": f"tests.rewards.{reward}"}, workers=1, timeout=5)
-    metrics = Metrics(tmp_path / "metrics.jsonl" if policy.ranks.main else None)
-    console, engine = Console(quiet=not policy.ranks.main), engine or Recorder(policy)
-    return Session(
-        config, tmp_path, tmp_path, policy, engine, TaskSets([], tasks["rl"], tasks["eval"]), scorer, metrics, console
-    )
+    sets = TaskSets([], tasks["rl"], tasks["eval"])
+    return make_session(config, tmp_path, policy, engine or Recorder(policy), sets, scorer)
 
 
 def noted(engine, call, real):
@@ -82,7 +78,7 @@ def test_the_order_of_a_steps_phases(policy, tmp_path, monkeypatch):
     """Weights awake before they are handed over, the KV cache last; evaluation while the engine is awake; sleep before the update."""
     s = session(policy, tmp_path, "hash_of_answer", steps=2, eval_every=1)
     for name in ("gather", "reshard", "park", "unpark"):  # the trainer's side of a turn
-        monkeypatch.setattr(policy, name, partial(noted, s.engine, f"policy {name}", getattr(policy, name)))
+        monkeypatch.setattr(policy, name, partial(noted, s.turn.engine, f"policy {name}", getattr(policy, name)))
     try:
         train_rl(s)
     finally:
@@ -94,8 +90,10 @@ def test_the_order_of_a_steps_phases(policy, tmp_path, monkeypatch):
         [c.format(0) for c in (*hand_over, *train)],
         [c.format(1) for c in (*hand_over, *evaluation, *train)],
     )
-    assert [call for call in s.engine.calls if call] == first + second[:-1]  # the last update is seen by nobody yet
-    assert (s.engine.version, s.version) == (1, 2)
+    assert [call for call in s.turn.engine.calls if call] == first + second[
+        :-1
+    ]  # the last update is seen by nobody yet
+    assert (s.turn.engine.version, s.progress.version) == (1, 2)
 
 
 def test_a_step_without_any_signal_changes_nothing_and_says_so(policy, tmp_path, capsys):
@@ -116,7 +114,7 @@ def test_a_step_without_any_signal_changes_nothing_and_says_so(policy, tmp_path,
     assert (record["trained"], record["nothing_trained"], record["skipped"]) == (0, "silent", 0)
     assert not any(row["trained"] for row in read_rollouts(tmp_path / "rollouts" / "step_0001.parquet"))
     assert checkpoint.latest(tmp_path / "checkpoints").state["optimizer"]["steps"] == 0
-    assert (s.trained_steps, s.empty_steps) == (0, 1)
+    assert (s.progress.trained_steps, s.progress.empty_steps) == (0, 1)
 
 
 def test_truncated_rollouts_that_are_masked_are_not_called_trained(policy, tmp_path, capsys):
@@ -138,7 +136,7 @@ def test_truncated_rollouts_that_are_masked_are_not_called_trained(policy, tmp_p
 def test_steps_in_a_row_that_train_nothing_end_the_run_saved(policy, tmp_path, capsys):
     """Counted on after a resume; a step that trains begins the count anew."""
     s = session(policy, tmp_path, "constant", steps=9, max_empty_steps=3)
-    s.empty_steps, s.trained_steps = 1, 4  # as a checkpoint says
+    s.progress.empty_steps, s.progress.trained_steps = 1, 4  # as a checkpoint says
     with pytest.raises(
         NothingTrained,
         match=r"in 3 RL steps in a row \(rl.max_empty_steps=3\), in step 2 because every group .* check the reward",
@@ -147,7 +145,7 @@ def test_steps_in_a_row_that_train_nothing_end_the_run_saved(policy, tmp_path, c
     s.scorer.close()
     state = checkpoint.latest(tmp_path / "checkpoints").state
     assert (state["step"], state["empty_steps"], state["trained_steps"]) == (2, 3, 4)
-    s.count_step("not_finite")
-    assert (s.empty_steps, s.trained_steps) == (3, 4)
-    s.count_step(None)
-    assert (s.empty_steps, s.trained_steps) == (0, 5)
+    s.progress.count_step("not_finite")
+    assert (s.progress.empty_steps, s.progress.trained_steps) == (3, 4)
+    s.progress.count_step(None)
+    assert (s.progress.empty_steps, s.progress.trained_steps) == (0, 5)

@@ -1,4 +1,4 @@
-"""What a session decides: the engine's share of a GPU, and what happens when an engine dies."""
+"""What a run does when an engine dies, when it compares weights, and what it leaves an engine of a GPU."""
 
 import json
 from collections.abc import Iterator
@@ -11,13 +11,15 @@ import pytest
 import torch
 
 from hybrid_rl import stages
+from hybrid_rl.build import build_engine
 from hybrid_rl.config import Config, EngineConfig
 from hybrid_rl.engine.base import Completion, EngineDied, EngineError
 from hybrid_rl.engine.local import LocalEngine
-from hybrid_rl.engine.make import make_engine, memory_fraction
+from hybrid_rl.engine.make import memory_fraction
 from hybrid_rl.policy.model import Policy
 from hybrid_rl.processes.ranks import Ranks
 from hybrid_rl.rl import train_rl
+from hybrid_rl.run_folder.progress import Progress
 from tests.ranks import on_ranks
 from tests.test_rl import session
 
@@ -34,16 +36,16 @@ def test_the_engine_gets_what_the_trainer_leaves() -> None:
 
 def test_tensor_parallelism_must_fit_the_ranks_and_the_engine(policy: Policy, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="is local; set it to 1"):
-        make_engine(Config(engine=EngineConfig(tensor_parallel=2)), policy, tmp_path)
+        build_engine(Config(engine=EngineConfig(tensor_parallel=2)), policy)
 
 
 @pytest.mark.parametrize("verify", [False, True])
 def test_verify_is_for_the_handovers_of_evaluations_too(monkeypatch: pytest.MonkeyPatch, verify: bool) -> None:
     asked: list[bool] = []
-    stage = SimpleNamespace(config=Config(), hand_over=lambda verify: asked.append(verify), policy=None, engine=None)
+    turn = SimpleNamespace(to_engine=lambda version, verify: asked.append(verify), to_trainer=lambda: None)
+    stage = SimpleNamespace(config=Config(), turn=turn, progress=Progress())
     stage.config.handover.verify = verify
     monkeypatch.setattr(stages, "evaluate", lambda *_: None)
-    monkeypatch.setattr(stages, "take_back", lambda *_: None)
     stages._evaluate(stage, "base")
     assert asked == [verify]
 
@@ -87,7 +89,7 @@ def trained(
     """Two steps of RL with engines that die at the given calls of each rank."""
     policy, copy = Policy.load(folder, torch.device("cpu"), None, ranks), Policy.load(folder, torch.device("cpu"))
     s = session(policy, where, "hash_of_answer", Mortal(policy, copy, dies.get(ranks.rank, {})), steps=2, eval_every=1)
-    s.config.engine.restarts = restarts
+    s.turn.allowed_restarts = restarts
     result: dict[str, Any] = {"error": ""}
     try:
         train_rl(s)
@@ -98,7 +100,7 @@ def trained(
     if ranks.main:
         result["rollouts"] = {p.name: pq.read_table(p).to_pylist() for p in sorted((where / "rollouts").iterdir())}
         result["steps"] = [line for line in map(json.loads, (where / "metrics.jsonl").open()) if line["stage"] == "rl"]
-    return result | {"restarts": s.engine_restarts}
+    return result | {"restarts": s.turn.restarts}
 
 
 @pytest.mark.parametrize(

@@ -27,12 +27,21 @@ two arguments and builtins, and no import.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hybrid_rl.deterministic import cumsum
+
+# what a person calls the columns that a model computes
+RECOMPUTED, REFERENCE, TEACHER, VALUE = (
+    "recomputed log-probability",
+    "reference's log-probability",
+    "teacher's log-probability",
+    "value",
+)
 
 
 @dataclass(slots=True)
@@ -40,23 +49,22 @@ class Scored:
     """A batch whose rewards are in: R rollouts, neighbours in groups, with N sampled tokens. Floats are float32, none
     has a gradient.
 
-    outcomes [R]: what each rollout was paid, the sum of `parts` [R] by name (0 in rollouts whose reward lacks the
-    part); penalties [N] come on top, token by token (a KL in the reward). lengths [R] int64: sampled tokens of each.
-    kept [R] bool: false where no loss will see the rollout (truncated, where those are masked). behaviour_logprobs [N]:
-    the engine's. old_logprobs [N]: what the loss takes its ratio to.
+    Two names for what a rollout was paid: `outcomes` is the sum of its reward's parts, before any penalty; `rewards`
+    includes the penalties.
     """
 
-    outcomes: Tensor
+    outcomes: Tensor  # [R] the sum of `parts`
     group_sizes: Sequence[int]
-    lengths: Tensor
-    kept: Tensor
-    behaviour_logprobs: Tensor
-    old_logprobs: Tensor
-    penalties: Tensor | None = None
+    lengths: Tensor  # [R] int64, sampled tokens of each
+    kept: Tensor  # [R] bool, false if no loss will see the rollout (a truncated one, if those are masked)
+    behaviour_logprobs: Tensor  # [N] the engine's
+    old_logprobs: Tensor  # [N] what the loss takes its ratio to
+    penalties: Tensor | None = None  # [N] added token by token (a KL in the reward)
     values: Tensor | None = None  # [N] the critic's, of the state that each token was sampled in
     greedy: Tensor | None = None  # [R] what the task's greedy completion was paid
     teacher_logprobs: Tensor | None = None  # [N]
-    parts: Mapping[str, Tensor] = field(default_factory=dict)
+    ref_logprobs: Tensor | None = None  # [N] the reference's
+    parts: Mapping[str, Tensor] = field(default_factory=dict)  # name → [R], 0 in rollouts whose reward lacks the part
 
     def __post_init__(self) -> None:
         if len(self.lengths) and int(self.lengths.min()) < 1:
@@ -64,12 +72,12 @@ class Scored:
 
     @property
     def rewards(self) -> Tensor:
-        """[R] all that each rollout was paid."""
+        """Return all that each rollout was paid, penalties included, [R]."""
         return self.outcomes if self.penalties is None else self.outcomes + self.sum_of_rollout(self.penalties)
 
     @property
     def token_rewards(self) -> Tensor:
-        """[N] penalties where they fall, the outcome at a rollout's last token."""
+        """Return penalties where they fall and the outcome at a rollout's last token, [N]."""
         rewards = torch.zeros_like(self.behaviour_logprobs) if self.penalties is None else self.penalties.clone()
         ends = self.lengths.cumsum(0) - 1
         rewards[ends] += self.outcomes
@@ -77,37 +85,51 @@ class Scored:
 
     @property
     def returns(self) -> Tensor:
-        """[N] a token's reward and all later ones of its rollout."""
+        """Return the sum of a token's reward and all later ones of its rollout, [N]."""
         return torch.cat([cumsum(rewards.flip(0)).flip(0) for rewards in self.per_rollout(self.token_rewards)])
 
     @property
     def rollout(self) -> Tensor:
-        """[N] int64: the rollout that each token is of."""
+        """Return the number of each token's rollout, [N] int64."""
         return torch.arange(len(self.lengths), device=self.lengths.device).repeat_interleave(self.lengths)
 
+    def named(self) -> dict[str, Tensor]:
+        """Return every number [R] or [N] that is there, by the name that a person knows it by."""
+        names = {
+            "reward": self.outcomes,
+            "engine's log-probability": self.behaviour_logprobs,
+            RECOMPUTED: self.old_logprobs,
+            REFERENCE: self.ref_logprobs,
+            TEACHER: self.teacher_logprobs,
+            VALUE: self.values,
+            "greedy reward": self.greedy,
+            "penalty": self.penalties,
+        }
+        return {name: column for name, column in names.items() if column is not None}
+
     def per_group(self, function: Callable[..., Tensor], *columns: Tensor) -> Tensor:
-        """`function(rewards [G], *columns [G]) → [G]` of every group, in order: [R]."""
+        """Apply `function(rewards [G], *columns [G]) → [G]` to every group, in order; returns [R]."""
         return self.per_group_of(function, self.rewards, *columns)
 
     def per_group_of(self, function: Callable[..., Tensor], *columns: Tensor) -> Tensor:
-        """`function(*columns [G]) → [G]` of every group, in order: [R]."""
+        """Apply `function(*columns [G]) → [G]` to every group, in order; returns [R]."""
         groups = zip(*(column.split(list(self.group_sizes)) for column in columns), strict=True)
         return torch.cat([function(*group) for group in groups])
 
     def per_rollout(self, column: Tensor) -> tuple[Tensor, ...]:
-        """Views of a column [N], one for each rollout."""
+        """Return views of a column [N], one for each rollout."""
         return column.split(self.lengths.tolist())
 
     def to_tokens(self, column: Tensor) -> Tensor:
-        """[R] → [N]: each rollout's number at each of its tokens."""
+        """Repeat each rollout's number at each of its tokens: [R] → [N]."""
         return column.repeat_interleave(self.lengths)
 
     def sum_of_rollout(self, column: Tensor) -> Tensor:
-        """[N] → [R]."""
+        """Sum a column [N] over each rollout's tokens; returns [R]."""
         return torch.zeros_like(self.outcomes).index_add_(0, self.rollout, column.to(self.outcomes.dtype))
 
     def mean_of_rollout(self, column: Tensor) -> Tensor:
-        """[N] → [R]."""
+        """Average a column [N] over each rollout's tokens; returns [R]."""
         return self.sum_of_rollout(column) / self.lengths
 
 
@@ -128,7 +150,7 @@ class Tokens:
     look: Tensor | None = None
 
     def mean_of_rollout(self, column: Tensor) -> Tensor:
-        """[M] → [M]: at each token the mean over its rollout's tokens."""
+        """Return at each token the mean over its rollout's tokens: [M] → [M]."""
         members, inverse, counts = self.rollout.unique(return_inverse=True, return_counts=True)
         sums = torch.zeros(len(members), dtype=column.dtype, device=column.device).index_add(0, inverse, column)
         return (sums / counts)[inverse]
@@ -145,15 +167,31 @@ class Given:
     old_logprobs: Tensor
     behaviour_logprobs: Tensor
     rollout: Tensor  # [N] int64
-    corrections: Tensor  # and selections
+    corrections: Tensor  # times the weights of selections
     weights: Tensor
     divisor: float
-    reference_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
     look: Tensor | None = None
 
     def at(self, index: Tensor, logprobs: Tensor, entropy: Tensor) -> Tokens:
-        """The tokens at `index` [M] with their current log-probabilities and entropy."""
+        """Return the tokens at `index` [M] with their current log-probabilities and entropy."""
+        look = None if self.look is None else self.look[index]
         return Tokens(
-            logprobs, self.old_logprobs[index], self.behaviour_logprobs[index], self.advantages[index], self.rollout[index],
-            entropy.detach(), None if self.look is None else self.look[index],
-        )  # fmt: skip
+            logprobs,
+            self.old_logprobs[index],
+            self.behaviour_logprobs[index],
+            self.advantages[index],
+            self.rollout[index],
+            entropy.detach(),
+            look,
+        )
+
+    def columns(self) -> dict[str, Tensor]:
+        """Return every [N] column that is there, by its name."""
+        found = ((column.name, getattr(self, column.name)) for column in fields(self) if column.name != "divisor")
+        return {name: column for name, column in found if column is not None}
+
+    def part(self, chosen: Tensor) -> Given:
+        """Return what is given of the tokens that are `chosen` [N] bool."""
+        columns: dict[str, Any] = {name: column[chosen] for name, column in self.columns().items()}
+        return replace(self, **columns)

@@ -18,26 +18,29 @@ from torch import Tensor
 
 from hybrid_rl.algo.ratio import log_ratio, ratio
 
-Distance = Callable[[Tensor, Tensor], Tensor]  # (logprobs, reference_logprobs) [M] → [M]
+Distance = Callable[[Tensor, Tensor], Tensor]  # (logprobs, ref_logprobs) [M] → [M]
 
 
-def k1(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """−d: unbiased, of either sign and of high variance."""
-    return -log_ratio(reference_logprobs, logprobs)
+    return -log_ratio(ref_logprobs, logprobs)
 
 
-def k2(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """d² / 2: biased as a number, little near the reference; never negative."""
-    return log_ratio(reference_logprobs, logprobs).square() / 2
+    return log_ratio(ref_logprobs, logprobs).square() / 2
 
 
-def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """exp(d) − d − 1: unbiased, never negative, with less variance than −d."""
-    d = log_ratio(reference_logprobs, logprobs)
+    d = log_ratio(ref_logprobs, logprobs)
     return d.expm1() - d  # expm1: exact near zero, where exp(d) − 1 cancels
 
 
-def unbiased(estimate: Distance, logprobs: Tensor, reference_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+ESTIMATORS: dict[str, Distance] = {"k1": k1, "k2": k2, "k3": k3}  # by the value of algo.kl.estimator
+
+
+def unbiased(estimate: Distance, logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     """ρ · estimate, ρ = π / π_old: over tokens sampled from π_old its mean gradient is that of the reverse KL(π ‖
     π_ref), for all three.
 
@@ -46,7 +49,7 @@ def unbiased(estimate: Distance, logprobs: Tensor, reference_logprobs: Tensor, o
     variance.
     """
     weight = ratio(logprobs, old_logprobs)
-    return (weight.detach() if estimate is k2 else weight) * estimate(logprobs, reference_logprobs)
+    return (weight.detach() if estimate is k2 else weight) * estimate(logprobs, ref_logprobs)
 
 
 def adapted(coef: float, measured: float, target: float, horizon: float) -> float:

@@ -1,9 +1,10 @@
 """One attention function for training and sampling, registered with transformers' attention interface.
 
-A model loaded with `attn_implementation="hybrid_rl"` calls `attend_with_layout` in every layer. What a token may
-look at is decided by the `layout` object that the caller passes to the model's forward (`model(..., layout=layout)`;
-transformers hands unknown keyword arguments down to the attention function), and by the window that a layer may have. So
-full attention never builds a dense mask, and any causal LM of transformers that uses its attention interface works unchanged.
+A model loaded with `attn_implementation="hybrid_rl"` calls `attend_with_layout` in every layer. What a token may look
+at is decided by the `layout` object that the caller passes to the model's forward (`model(..., layout=layout)`;
+transformers hands unknown keyword arguments down to the attention function), and by the window that a layer may have.
+So full attention never builds a dense mask, and any causal LM of transformers that uses its attention interface works
+unchanged.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class LayerAttention:
 
     @property
     def plain(self) -> bool:
-        """Whether kernels that know neither softcap nor sinks compute it."""
+        """Tell whether kernels that know neither softcap nor sinks compute it."""
         return self.softcap is None and self.sinks is None
 
 
@@ -52,24 +53,41 @@ class AttentionLayout(Protocol):
     def to(self, device: object) -> AttentionLayout: ...
 
 
-UNSUPPORTED = ("position_bias", "indices", "block_indices", "sinks")  # what some families hand to attention, and no layout computes
+# what some families hand to attention, and no layout computes
+UNSUPPORTED = ("position_bias", "indices", "block_indices", "sinks")
 
 
 def attend_with_layout(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    scaling: float | None = None, dropout: float = 0.0, layout: AttentionLayout | None = None,
-    sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **other: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """The function transformers calls; refuses what a layout does not compute instead of ignoring it."""
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    layout: AttentionLayout | None = None,
+    **asked: Any,
+) -> tuple[Tensor, None]:
+    """Attend as transformers' attention functions do: query [1, H, T, D], key and value [1, K, T, D] → [1, T, H, D].
+
+    `asked` is what else the layer says of its attention. Raises ValueError for what a layout does not compute.
+    """
     if layout is None:
-        raise ValueError(f"{type(module).__name__} was called without a layout, or does not hand keyword arguments to its attention")
-    unsupported = [name for name in UNSUPPORTED if other.get(name) is not None]
-    if other.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        raise ValueError(
+            f"{type(module).__name__} was called without a layout, or does not hand keyword arguments to its attention"
+        )
+    unsupported = [name for name in UNSUPPORTED if asked.get(name) is not None]
+    if asked.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         unsupported.append("attention to later tokens")
-    if unsupported or attention_mask is not None or (dropout and module.training):
+    if unsupported or attention_mask is not None or (asked.get("dropout") and module.training):
         needs = ", ".join(unsupported) or "an attention mask or dropout"
         raise ValueError(f"{type(module).__name__} needs {needs}, which hybrid_rl's attention does not compute")
-    how = LayerAttention(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
+    scaling = asked.get("scaling")
+    how = LayerAttention(
+        query.shape[-1] ** -0.5 if scaling is None else scaling,
+        asked.get("sliding_window"),
+        asked.get("softcap"),
+        asked.get("s_aux"),
+    )
     out = layout.attend(int(module.layer_idx), query, key, value, how)  # type: ignore[arg-type]
     return out.contiguous(), None  # as transformers' own functions; some models take a view of it
 
@@ -78,21 +96,25 @@ AttentionInterface.register(ATTENTION_NAME, attend_with_layout)
 
 
 def configured_windows(config: PreTrainedConfig) -> list[int | None]:
-    """Each layer's window as config.json has it, None for full attention.
+    """Return each layer's window in tokens as config.json has it, None for full attention.
 
-    Raises ValueError for layers of another kind, except for chunked attention, which is full as long as samples fit a chunk.
+    Raises ValueError for layers of another kind, except for chunked attention, which is full as long as samples fit a
+    chunk.
     """
     text = config.get_text_config()
     window, layers = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
     if not layers:
         return [window] * text.num_hidden_layers
     if other := sorted(set(layers) - {"full_attention", "sliding_attention", "chunked_attention"}):
-        raise ValueError(f"it has layers of {', '.join(other)}; only full_attention and sliding_attention are supported")
+        raise ValueError(
+            f"it has layers of {', '.join(other)}; only full_attention and sliding_attention are supported"
+        )
     return [window if layer == "sliding_attention" else None for layer in layers]
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, how: LayerAttention, seen: Tensor | None = None) -> Tensor:
-    """Attention of [B, H, T, D] over [B, K, L, D] → [B, H, T, D]; several query heads share a key/value head.
+    """Attend from query [B, H, T, D] to key and value [B, K, L, D] → [B, H, T, D]; several query heads share a
+    key/value head.
 
     `seen`, bool, broadcast to [B, H, T, L], says what each token may see; None: causally all of itself (T = L).
     """
@@ -113,7 +135,8 @@ def attention(query: Tensor, key: Tensor, value: Tensor, how: LayerAttention, se
 
 
 def softmax(scores: Tensor, bias: Tensor, how: LayerAttention) -> Tensor:
-    """Weights from scaled scores [B, H, T, L], or heads in two dimensions with T = 1; `bias` is −inf for what is not seen."""
+    """Return weights from scaled scores [B, H, T, L], or heads in two dimensions with T = 1; `bias` is −inf for what is
+    not seen."""
     if how.softcap is not None:
         scores = how.softcap * torch.tanh(scores / how.softcap)
     scores = scores + bias
@@ -132,7 +155,7 @@ class Bands:
         self._made: dict[int, Tensor] = {}
 
     def of(self, length: int, window: int | None, device: torch.device) -> Tensor | None:
-        """The mask of a sample, or None for one that the window does not reach across."""
+        """Return the mask of a sample, [length, length] bool, or None for one that the window does not reach across."""
         if window is None or window >= length:
             return None
         if window not in self._made:
@@ -143,7 +166,7 @@ class Bands:
 
 
 class Padded:
-    """Samples padded on the right to `width` and laid end to end, [1, B·width]: plain causal attention, the reference."""
+    """Samples padded on the right to `width`, end to end in one row [1, B·width]: plain causal attention, the reference."""
 
     def __init__(self, width: int):
         self.width = width
@@ -151,7 +174,11 @@ class Padded:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, how: LayerAttention) -> Tensor:
         q, k, v = (x[0].unflatten(1, (-1, self.width)).transpose(0, 1) for x in (query, key, value))  # [B, H, width, D]
-        return attention(q, k, v, how, self._bands.of(self.width, how.window, q.device)).transpose(1, 2).flatten(0, 1)[None]
+        return (
+            attention(q, k, v, how, self._bands.of(self.width, how.window, q.device))
+            .transpose(1, 2)
+            .flatten(0, 1)[None]
+        )
 
     def to(self, device: object) -> Padded:
         return self
@@ -179,12 +206,14 @@ class Packed:
         assert flash.varlen is not None
         bounds, longest = self._cumulative, max(self.lengths)
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        out: Tensor = flash.varlen(
-            q, k, v, bounds, bounds, longest, longest, softmax_scale=how.scaling, causal=True,
-            window_size=(-1, -1) if how.window is None else (how.window - 1, 0),  # tokens before one's own
-            deterministic=torch.are_deterministic_algorithms_enabled(),  # of the gradient; a second pass over it
+        asked = {
+            "softmax_scale": how.scaling,
+            "causal": True,
+            "window_size": (-1, -1) if how.window is None else (how.window - 1, 0),  # tokens before one's own
+            "deterministic": torch.are_deterministic_algorithms_enabled(),  # of the gradient; a second pass over it
             **({"softcap": how.softcap} if how.softcap else {}),  # flash-attention before 2.6 does not know it
-        )  # fmt: skip
+        }
+        out: Tensor = flash.varlen(q, k, v, bounds, bounds, longest, longest, **asked)
         return out
 
     def to(self, device: object) -> Packed:

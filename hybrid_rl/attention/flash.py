@@ -1,7 +1,7 @@
 """flash-attention 2: the kernel that attends within each sample of a packed row, for GPUs.
 
-The only test is to import the function. Other packages share the name flash_attn (flash-attn-4 comes with SGLang and has no such
-function), and kernels that were built for another torch fail when they load.
+The only test is to import the function. Other packages share the name flash_attn (flash-attn-4 comes with SGLang and
+has no such function), and kernels that were built for another torch fail when they load.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Attention for group trees: a group's prompt is computed once and its completions are branches of it.
 
-A tree of G completions after a prompt of P tokens costs P + ΣC tokens in every linear layer instead of G·P + ΣC. Only in
-attention is the prompt laid before each branch again, as keys and values that are already there.
+A tree of G completions after a prompt of P tokens costs P + ΣC tokens in every linear layer instead of G·P + ΣC. Only
+in attention is the prompt laid before each branch again, as keys and values that are already there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ BUCKET = 32  # branches of similar length that are padded to one length and atte
 
 @dataclass(slots=True)
 class _Bucket:
-    """B branches: flat positions of their own tokens, [B, C], and of prompt and branch, [B, L]; `last` [B, 1, C, 1] is each own key."""
+    """B branches: flat positions of their own tokens, [B, C], and of prompt and branch, [B, L].
+
+    `last` [B, 1, C, 1] is the place of each token's own key among the L.
+    """
 
     queries: Tensor
     keys: Tensor
@@ -27,7 +30,8 @@ class _Bucket:
     _seen: dict[int | None, Tensor] = field(default_factory=dict)
 
     def seen(self, window: int | None) -> Tensor:
-        """What each token may see, [B, 1, C, L]: the `window` keys that end with its own. Made once a window for all layers."""
+        """Return what each token may see, [B, 1, C, L]: the `window` keys that end with its own. Made once a window for
+        all layers."""
         if window is not None and window >= self.keys.shape[1]:
             window = None
         if window not in self._seen:
@@ -40,8 +44,8 @@ class _Bucket:
 class Trees:
     """`trees` lists (prompt length, branch lengths); in the flat row [1, T] each prompt is followed by its branches.
 
-    Attention gathers tokens into padded tensors, prompts [N, P] and buckets of branches, and brings the results back into
-    the flat order. Padding exists only there, never in the linear layers.
+    Attention gathers tokens into padded tensors, prompts [N, P] and buckets of branches, and brings the results back
+    into the flat order. Padding exists only there, never in the linear layers.
     """
 
     def __init__(self, trees: list[tuple[int, list[int]]]):
@@ -59,9 +63,14 @@ class Trees:
         self.prompts = pad_sequence(prompts, batch_first=True)
         self._bands = Bands(self.prompts.shape[1])
         self.buckets = [_bucket(chunk) for chunk in chunks]
-        self.order = torch.empty(start, dtype=torch.int64)  # where each flat token's result lies in [prompts; buckets] end to end
+        self.order = torch.empty(
+            start, dtype=torch.int64
+        )  # where each flat token's result lies in [prompts; buckets] end to end
         place = 0
-        tables = [(self.prompts, prompts), *((b.queries, [own for _, own in c]) for b, c in zip(self.buckets, chunks, strict=True))]
+        tables = [
+            (self.prompts, prompts),
+            *((b.queries, [own for _, own in c]) for b, c in zip(self.buckets, chunks, strict=True)),
+        ]
         for padded, rows in tables:
             for row, positions in enumerate(rows):
                 self.order[positions] = place + row * padded.shape[1] + torch.arange(len(positions))
@@ -79,7 +88,11 @@ class Trees:
         return torch.cat([r.transpose(1, 2).flatten(0, 1) for r in results])[self.order][None]
 
     def to(self, device: object) -> Trees:
-        for owner, name in [(self, "prompts"), (self, "order"), *((b, n) for b in self.buckets for n in ("queries", "keys", "last"))]:
+        for owner, name in [
+            (self, "prompts"),
+            (self, "order"),
+            *((b, n) for b in self.buckets for n in ("queries", "keys", "last")),
+        ]:
             setattr(owner, name, getattr(owner, name).to(device))
         return self
 
@@ -88,5 +101,8 @@ def _bucket(branches: list[tuple[Tensor, Tensor]]) -> _Bucket:
     queries = pad_sequence([branch for _, branch in branches], batch_first=True)
     keys = pad_sequence([torch.cat(pair) for pair in branches], batch_first=True)
     # token t of a branch is key P + t after its prompt; padding must see a key too, or its gradient would be 0 · NaN
-    last = torch.tensor([len(prompt) for prompt, _ in branches])[:, None, None, None] + torch.arange(queries.shape[1])[:, None]
+    last = (
+        torch.tensor([len(prompt) for prompt, _ in branches])[:, None, None, None]
+        + torch.arange(queries.shape[1])[:, None]
+    )
     return _Bucket(queries, keys, last.clamp(max=keys.shape[1] - 1))

@@ -13,9 +13,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from hybrid_rl.attention.attend import ATTENTION_NAME
+from hybrid_rl.model_folder.transformers_private import revert_names, set_attention
 
 # every folder is read from this disk only, and Python code in it is never run
 FROM_FOLDER: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
@@ -62,9 +62,7 @@ def _parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
 
 def _neutralise(config: Any) -> None:
     """Reset the keys that choose how transformers runs the model; those that define the model stay."""
-    config.__dict__.pop("_attn_implementation", None)  # transformers stores the key there, over its own property
-    config._attn_implementation = ATTENTION_NAME
-    config._output_attentions = False
+    set_attention(config, ATTENTION_NAME)
     config.return_dict, config.output_hidden_states = True, False
     if getattr(config, "output_router_logits", None):
         config.output_router_logits = False
@@ -143,15 +141,14 @@ def stored_tensors(folder: str | Path) -> dict[str, Stored]:
 def stored_names(model: PreTrainedModel, tensors: dict[str, Tensor], conversions: Any) -> dict[str, Tensor]:
     """Return `tensors`, keyed by transformers' parameter names, under the names and in the layout of the model's files.
 
-    A tied weight appears under each of its names. `conversions` is the loaded model's `_weight_conversions`.
+    A tied weight appears under each of its names. `conversions` is what conversions_of the loaded model gives.
     """
     tensors = dict(tensors)
     for one, other in model.all_tied_weights_keys.items():
         for name, alias in ((one, other), (other, one)):
             if name in tensors:
                 tensors.setdefault(alias, tensors[name])
-    model._weight_conversions = conversions
-    return revert_weight_conversion(model, tensors)
+    return revert_names(model, tensors, conversions)
 
 
 def check_stored(folder: str | Path, model: PreTrainedModel) -> None:

@@ -28,7 +28,7 @@ def read_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     tokenizer = _load(AutoTokenizer, folder)
     file = Path(folder) / "tokenizer.json"
     try:
-        bounded(lambda begin: _try(tokenizer, begin), SECONDS)
+        bounded(lambda begin: _try(tokenizer, file, begin), SECONDS)
     except Overrun as error:
         raise ModelError(f"model.path={folder}: {error.doing} {error.text}; repair it, or use another model") from error
     if file.is_file() and not _reads_as(tokenizer, file):  # some classes of transformers split text in their own way
@@ -63,10 +63,12 @@ def _load(kind: type, folder: str | Path) -> PreTrainedTokenizerBase:
         raise ModelError(f"model.path={folder}: its tokenizer cannot be loaded: {reason(error)}") from error
 
 
-def _try(tokenizer: PreTrainedTokenizerBase, begin: Begin) -> None:
+def _try(tokenizer: PreTrainedTokenizerBase, file: Path, begin: Begin) -> None:
     """Run the folder's programs once: the regular expressions of its tokenizer, and its chat template."""
     begin("its tokenizer")
     tokenizer.encode(PROBE, add_special_tokens=False)
+    if file.is_file():
+        _reads_as(tokenizer, file)
     begin("its chat template")
     _closing(tokenizer, str(tokenizer.chat_template))
 

@@ -12,21 +12,18 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from hybrid_rl.algo.batch import Given
-from hybrid_rl.config import Offload
 from hybrid_rl.policy import lora
-from hybrid_rl.policy.layout import Layout, pack
-from hybrid_rl.policy.model import Policy
+from hybrid_rl.policy.model import Policy, SideModel
 from hybrid_rl.policy.numbers import alone, find, finite
-from hybrid_rl.policy.offload import Parked
 from hybrid_rl.policy.optimizer import Optimizer
+from hybrid_rl.policy.rows import Accumulated, RowLoss, Update, accumulate, measure
 from hybrid_rl.policy.sharding import local
-from hybrid_rl.processes import hangs
 from hybrid_rl.types import PackedBatch, Rollout
 
 
-class ValueModel(Policy):
-    """Loaded, sharded and computed like a policy, all weights trained; its head is one row of zeros, so that every
-    value begins as 0."""
+class ValueModel(SideModel):
+    """Is loaded, sharded and computed like a policy, all weights trained; its head is one row of zeros, so every value
+    begins as 0."""
 
     def _adapt(self, model: PreTrainedModel) -> PreTrainedModel:
         old = model.get_output_embeddings().weight
@@ -37,8 +34,10 @@ class ValueModel(Policy):
         return model
 
     def values(self, row: PackedBatch) -> Tensor:
-        """V, [M] float32, of the states in which the row's tokens were sampled. Half precision has too few digits for
-        the product's sum."""
+        """Return V, [M] float32, of the states in which the row's tokens were sampled.
+
+        The last product is float32: half precision has too few digits for its sum.
+        """
         return self._scored(row, lambda hidden, head, targets: linear(hidden.float(), head.weight.float()).sum(-1))
 
     @torch.no_grad()
@@ -51,13 +50,6 @@ class ValueModel(Policy):
             if ours is not None and ours is not head:
                 local(ours).copy_(rows)
 
-    def park(self) -> None:
-        """The weights to host memory: on a GPU always, on the CPU where policy.offload says so, but not on one rank
-        (see Frozen.park)."""
-        wanted = self.device.type != "cpu" or (self.settings.offload == Offload.all and self.ranks.world > 1)
-        if wanted and self._parked is None:
-            self._parked = Parked(local(p) for p in self.parameters.values())
-
 
 @dataclass(slots=True)
 class Critic:
@@ -68,79 +60,63 @@ class Critic:
     optimizer: Optimizer
     clip: float = 0.0
 
-    @torch.no_grad()
-    def values(self, rollouts: Sequence[Rollout], layout: Layout, row_tokens: int) -> Tensor:
-        """V of all N sampled tokens, [N] float32, in rollout order; the same on every rank. Collective."""
+    def values(self, rollouts: Sequence[Rollout]) -> Tensor:
+        """Return V of all N sampled tokens, [N] float32, in rollout order; the same on every rank. Collective."""
         self.unpark()
-        model = self.model
-        values = torch.zeros(sum(r.sampled for r in rollouts), device=model.device)
-        for row in pack(rollouts, layout, row_tokens, model.ranks):
-            row = row.to(model.device)
-            values[row.token_index] = model.values(row)
-            hangs.progress()
-        model.reshard()
-        return model.ranks.sum(values)
+        return measure(self.model, rollouts, lambda row: (self.model.values(row),), 1)[0]
 
-    def update(
-        self, rollouts: Sequence[Rollout], values: Tensor, targets: Tensor, given: Given, layout: Layout, row_tokens: int
-    ) -> dict[str, float]:  # fmt: skip
-        """One optimizer step towards `targets` [N], away from `values` [N], the predictions that the targets were made
-        with.
+    def update(self, rollouts: Sequence[Rollout], values: Tensor, targets: Tensor, given: Given) -> Update:
+        """Take one optimizer step towards `targets` [N], away from `values` [N], the predictions that the targets were
+        made with.
 
-        `given` weights tokens as it does in the policy's loss; nothing depends on rows or ranks. Skipped, and
-        `optimizer.fault` set, where a number is not finite. Collective: every rank is given the whole batch, and all
-        return the same numbers.
+        `given` weights tokens as it does in the policy's loss; nothing depends on rows or ranks. The step is skipped
+        for a non-finite loss or gradient. Collective: every rank is given the whole batch, and all return the same
+        numbers.
         """
-        losses, clips = self.accumulate(rollouts, values, targets, given, layout, row_tokens)
-        fault = None if finite([losses]) else find({"value loss": losses}, rollouts)
+        done = self.forward_backward(rollouts, values, targets, given)
+        fault = None if finite([done.losses]) else find({"value loss": done.losses}, rollouts)
         if fault:
-            fault = alone(fault, lambda r: self.values(r, layout, row_tokens), rollouts)
+            fault = alone(fault, self.values, rollouts)
         result = self.optimizer.skip(fault) if fault else self.optimizer.step()
-        return {
-            "value_loss": float(losses.sum()) / given.divisor,
-            "value_clip": clips / max(1, len(values)),
+        numbers = {
+            "value_loss": float(done.losses.sum()) / given.divisor,
+            "value_clip": float(done.columns["clipped"].sum()) / max(1, len(values)),
             "value_grad_norm": result.grad_norm,
             "skipped": float(result.skipped),
         }
+        return Update(numbers, result.fault)
 
-    def accumulate(
-        self,
-        rollouts: Sequence[Rollout],
-        values: Tensor,
-        targets: Tensor,
-        given: Given,
-        layout: Layout,
-        row_tokens: int,
-    ) -> tuple[Tensor, float]:
-        """Forward and backward over all rows; returns the weighted loss of every token, [N] float32, and how many were
-        clipped. Collective."""
+    def forward_backward(
+        self, rollouts: Sequence[Rollout], values: Tensor, targets: Tensor, given: Given
+    ) -> Accumulated:
+        """Add the gradient of the scaled loss to the parameters'. Collective.
+
+        The columns hold the weighted loss of each token and, as "clipped", 1 if the clamp keeps it from having a
+        gradient.
+        """
         self.unpark()
-        model = self.model
-        token_losses, clips = torch.zeros(len(values), device=model.device), torch.zeros((), device=model.device)
-        for row in pack(rollouts, layout, row_tokens, model.ranks):
-            row = row.to(model.device)
+
+        def loss(row: PackedBatch) -> RowLoss:
             at = row.token_index
-            losses, clipped = value_loss(model.values(row), values[at], targets[at], self.clip)
-            losses = given.weights[at] * losses
-            (losses.sum() * (self.optimizer.scale / given.divisor)).backward()
-            token_losses[at] = losses.detach()
-            clips += clipped.float().sum()
-            hangs.progress()
-        return model.ranks.sum(token_losses), float(model.ranks.sum(clips))
+            losses, clipped = value_loss(self.model.values(row), values[at], targets[at], self.clip)
+            return RowLoss(given.weights[at] * losses, {"clipped": clipped.float()})
+
+        return accumulate(self.model, rollouts, loss, self.optimizer.scale / given.divisor)
 
     def park(self) -> None:
-        """Weights and moments to host memory, while the engine samples."""
+        """Move weights and moments to host memory, while the engine samples."""
         self.model.park()
         self.optimizer.park()
 
     def unpark(self) -> None:
+        """Bring weights and moments back, if they wait."""
         self.model.unpark()
         self.optimizer.unpark()
 
 
 def value_loss(values: Tensor, old: Tensor, targets: Tensor, clip: float) -> tuple[Tensor, Tensor]:
-    """½ max((V − R)², (clamp(V, V_old ± clip) − R)²), and whether the clamp keeps the token from having a gradient; [M]
-    each.
+    """Return ½ max((V − R)², (clamp(V, V_old ± clip) − R)²), and whether the clamp keeps the token from having a
+    gradient; [M] each.
 
     PPO2's (github.com/openai/baselines, ppo2/model.py): a step stops counting once it has moved V by `clip` towards R.
     0: ½ (V − R)². V_old = 0, clip = 0.2, R = 1: V = 0.1 → 0.405; V = 0.5 → 0.32, clipped; V = −0.5 → 1.125, not
@@ -151,3 +127,10 @@ def value_loss(values: Tensor, old: Tensor, targets: Tensor, clip: float) -> tup
         return 0.5 * losses, torch.zeros_like(losses, dtype=torch.bool)
     held = (values.clamp(old - clip, old + clip) - targets).square()  # V itself inside the band, to the bit
     return 0.5 * torch.maximum(losses, held), held > losses
+
+
+def explained_variance(values: Tensor, targets: Tensor) -> float:
+    """Return the share of the targets' variance that the values account for: 1 − Var(R − V) / Var(R); 0 if nothing
+    varies."""
+    spread = float(targets.var()) if len(targets) > 1 else 0.0
+    return 1 - float((targets - values).var()) / spread if spread > 0 else 0.0

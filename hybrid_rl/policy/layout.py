@@ -31,7 +31,8 @@ def choose_layout(kind: LayoutKind, device: torch.device) -> Layout:
 
 @dataclass(slots=True)
 class SampledTokens:
-    """Facts of all N sampled tokens of a batch, in rollout order: behaviour_logprobs [N] float32, rollout_index [N] int64."""
+    """Facts of all N sampled tokens of a batch, in rollout order: behaviour_logprobs [N] float32, rollout_index [N]
+    int64."""
 
     behaviour_logprobs: Tensor
     rollout_index: Tensor
@@ -43,7 +44,10 @@ class SampledTokens:
 def sampled_tokens(rollouts: Sequence[Rollout], device: Any = "cpu") -> SampledTokens:
     logprobs = [lp for r in rollouts for lp, m in zip(r.logprobs, r.loss_mask, strict=True) if m]
     index = [i for i, r in enumerate(rollouts) for m in r.loss_mask if m]
-    return SampledTokens(torch.tensor(logprobs, dtype=torch.float32, device=device), torch.tensor(index, dtype=torch.int64, device=device))
+    return SampledTokens(
+        torch.tensor(logprobs, dtype=torch.float32, device=device),
+        torch.tensor(index, dtype=torch.int64, device=device),
+    )
 
 
 def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]:
@@ -67,10 +71,11 @@ def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]
 
 
 def pack(rollouts: Sequence[Rollout], layout: Layout, row_tokens: int, ranks: Ranks | None = None) -> list[PackedBatch]:
-    """This rank's rows, of at most `row_tokens` tokens each; those of all ranks together hold every rollout once.
+    """Return this rank's rows, of at most `row_tokens` tokens each; those of all ranks together hold every rollout
+    once.
 
-    Every rank has the same number of rows, since forward and backward are collective: one with less to do gets rows without
-    sampled tokens, whose gradient is zero. Raises ValueError for a rollout that does not fit a row.
+    Every rank has the same number of rows, since forward and backward are collective: one with less to do gets rows
+    without sampled tokens, whose gradient is zero. Raises ValueError for a rollout that does not fit a row.
     """
     ranks = ranks or Ranks()
     starts = [0]
@@ -84,10 +89,10 @@ def pack(rollouts: Sequence[Rollout], layout: Layout, row_tokens: int, ranks: Ra
 
 
 def share_out(rollouts: Sequence[Rollout], layout: Layout, ranks: int) -> list[list[int]]:
-    """The rollouts' indices in one list a rank, of about equal numbers of tokens.
+    """Return the rollouts' indices in one list a rank, of about equal numbers of tokens.
 
-    Trees: contiguous parts, so that at most ranks − 1 prompts are computed twice. Otherwise the longest first, each to the
-    rank with the least so far.
+    Trees: contiguous parts, so that at most ranks − 1 prompts are computed twice. Otherwise the longest first, each to
+    the rank with the least so far.
     """
     sizes = [len(r.token_ids) for r in rollouts]
     parts: list[list[int]] = [[] for _ in range(ranks)]
@@ -105,15 +110,19 @@ def share_out(rollouts: Sequence[Rollout], layout: Layout, ranks: int) -> list[l
     return [sorted(part) for part in parts]
 
 
-def _plan(rollouts: Sequence[Rollout], part: list[int], layout: Layout, row_tokens: int, width: int) -> list[list[_Unit]]:
-    """The units of each row of one rank."""
+def _plan(
+    rollouts: Sequence[Rollout], part: list[int], layout: Layout, row_tokens: int, width: int
+) -> list[list[_Unit]]:
+    """Return the units of each row of one rank."""
     units = _trees(rollouts, part, row_tokens) if layout == "trees" else [_Unit(0, [i]) for i in part]
     if layout == "padded":
         if width > row_tokens:
             raise ValueError(f"a sample of {width} tokens does not fit a row of {row_tokens}")
         per_row = row_tokens // max(1, width)
         return [units[i : i + per_row] for i in range(0, len(units), per_row)]
-    return [[units[u] for u in row] for row in first_fit_decreasing([unit.tokens(rollouts) for unit in units], row_tokens)]
+    return [
+        [units[u] for u in row] for row in first_fit_decreasing([unit.tokens(rollouts) for unit in units], row_tokens)
+    ]
 
 
 @dataclass(slots=True)
@@ -128,7 +137,8 @@ class _Unit:
 
 
 def _trees(rollouts: Sequence[Rollout], part: list[int], row_tokens: int) -> list[_Unit]:
-    """Neighbouring rollouts with one prompt become a tree; a tree that would outgrow a row is split, its prompt repeated."""
+    """Join neighbouring rollouts with one prompt in a tree; a tree that would outgrow a row is split, its prompt
+    repeated."""
     units: list[_Unit] = []
     for prompt, members in groupby(part, key=lambda i: rollouts[i].token_ids[: rollouts[i].prompt_length]):
         room = -1
@@ -142,7 +152,9 @@ def _trees(rollouts: Sequence[Rollout], part: list[int], row_tokens: int) -> lis
     return units
 
 
-def _row(units: list[_Unit], rollouts: Sequence[Rollout], starts: list[int], trees: bool = False, pad_to: int = 0) -> PackedBatch:
+def _row(
+    units: list[_Unit], rollouts: Sequence[Rollout], starts: list[int], trees: bool = False, pad_to: int = 0
+) -> PackedBatch:
     ids: list[int] = []
     positions: list[int] = []
     predict_at: list[int] = []
@@ -165,17 +177,24 @@ def _row(units: list[_Unit], rollouts: Sequence[Rollout], starts: list[int], tre
             padding = root + pad_to - len(ids)
             ids += [ids[-1]] * padding  # never attended to (causality) and never predicted
             positions += [0] * padding
-    attention: AttentionLayout = (
-        Trees([(u.shared, [len(rollouts[i].token_ids) - u.shared for i in u.members]) for u in units]) if trees
-        else Padded(pad_to) if pad_to
-        else Packed([u.tokens(rollouts) for u in units])
-    )  # fmt: skip
+    attention: AttentionLayout
+    if trees:
+        attention = Trees([(u.shared, [len(rollouts[i].token_ids) - u.shared for i in u.members]) for u in units])
+    else:
+        attention = Padded(pad_to) if pad_to else Packed([u.tokens(rollouts) for u in units])
     as_tensor = lambda values: torch.tensor(values, dtype=torch.int64)  # noqa: E731
-    return PackedBatch(as_tensor(ids), as_tensor(positions), attention, as_tensor(predict_at), as_tensor(targets), as_tensor(token_index))
+    return PackedBatch(
+        as_tensor(ids),
+        as_tensor(positions),
+        attention,
+        as_tensor(predict_at),
+        as_tensor(targets),
+        as_tensor(token_index),
+    )
 
 
 def _idle_row() -> PackedBatch:
-    """One token and nothing to predict: what a rank computes that has nothing to do."""
+    """Return one token and nothing to predict: what a rank computes that has nothing to do."""
     nothing = torch.zeros(0, dtype=torch.int64)
     one = torch.zeros(1, dtype=torch.int64)
     return PackedBatch(one, one, Packed([1]), nothing, nothing, nothing)

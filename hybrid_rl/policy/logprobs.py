@@ -14,7 +14,8 @@ ToLogits = Callable[[Tensor], Tensor]
 
 
 def logits_of(head: nn.Module, config: PreTrainedConfig) -> ToLogits:
-    """The function from hidden states to a model's logits: its head, then the scale and the softcap that config.json may have.
+    """Return the function from hidden states to a model's logits: its head, then the scale and the softcap that
+    config.json may have.
 
     Loading a model compares it with the model's own logits.
     """
@@ -34,10 +35,10 @@ def logits_of(head: nn.Module, config: PreTrainedConfig) -> ToLogits:
 def token_logprobs(
     hidden: Tensor, head: ToLogits, targets: Tensor, temperature: float, chunk: int, entropy_gradient: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """log π(target) and the distribution's entropy, both [M] float32 in nats, at the sampling temperature.
+    """Return log π(target) and the distribution's entropy, both [M] float32 in nats, at the sampling temperature.
 
     hidden [M, d], targets [M] int64; logits exist for `chunk` tokens at a time. Entropy carries a gradient only
-    where it is asked for: that keeps a second tensor of a chunk's size for backward.
+    if it is asked for: that keeps a second tensor of a chunk's size for backward.
     """
 
     def one_chunk(hidden: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
@@ -52,7 +53,8 @@ def token_logprobs(
 
 
 def token_cross_entropy(hidden: Tensor, head: ToLogits, targets: Tensor, label_smoothing: float, chunk: int) -> Tensor:
-    """Supervised loss of each token, [M] float32 in nats: (1−ε)·(−log π(target)) + ε·mean over the vocabulary of −log π."""
+    """Return the supervised loss of each token, [M] float32 in nats: (1−ε)·(−log π(target)) + ε·mean over the
+    vocabulary of −log π."""
 
     def one_chunk(hidden: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
         return (cross_entropy(head(hidden).float(), targets, reduction="none", label_smoothing=label_smoothing),)
@@ -60,8 +62,11 @@ def token_cross_entropy(hidden: Tensor, head: ToLogits, targets: Tensor, label_s
     return _in_chunks(one_chunk, hidden, targets, chunk)[0]
 
 
-def _in_chunks(function: Callable[[Tensor, Tensor], tuple[Tensor, ...]], hidden: Tensor, targets: Tensor, chunk: int) -> tuple[Tensor, ...]:
-    """`function` on `chunk` tokens at a time, each chunk computed again in backward; except where one chunk holds everything."""
+def _in_chunks(
+    function: Callable[[Tensor, Tensor], tuple[Tensor, ...]], hidden: Tensor, targets: Tensor, chunk: int
+) -> tuple[Tensor, ...]:
+    """Apply `function` to `chunk` tokens at a time, each chunk computed again in backward; except if one chunk holds
+    everything."""
     if len(targets) <= chunk:
         return function(hidden, targets)
     pieces = zip(hidden.split(chunk), targets.split(chunk), strict=True)

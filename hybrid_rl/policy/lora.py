@@ -20,7 +20,7 @@ NAME = "default"
 
 
 def inject(model: PreTrainedModel, config: LoraConfig) -> None:
-    """Add adapters to the matrices that config.targets names and freeze everything else; nothing where rank is 0.
+    """Add adapters to the matrices that config.targets names and freeze everything else; nothing if rank is 0.
 
     Raises ValueError for a target that names none.
     """
@@ -30,20 +30,30 @@ def inject(model: PreTrainedModel, config: LoraConfig) -> None:
 
     names = _matrices(model, config.targets)
     wanted = peft.LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=names, task_type="CAUSAL_LM")
-    peft.inject_adapter_in_model(wanted, model, NAME)  # not model.add_adapter, which insists on a newer peft than it needs
-    adapted = {name.removesuffix(".base_layer"): module for name, module in model.named_modules() if name.endswith(".base_layer")}
+    peft.inject_adapter_in_model(
+        wanted, model, NAME
+    )  # not model.add_adapter, which insists on a newer peft than it needs
+    adapted = {
+        name.removesuffix(".base_layer"): module
+        for name, module in model.named_modules()
+        if name.endswith(".base_layer")
+    }
     if adapted.keys() != set(names) or not all(isinstance(module, nn.Linear) for module in adapted.values()):
         differ = sorted(adapted.keys() ^ set(names))
-        raise ValueError(f"policy.lora.targets: peft puts adapters elsewhere than on {type(model).__name__}'s linear modules: {differ[:3]}")
+        raise ValueError(
+            f"policy.lora.targets: peft puts adapters elsewhere than on {type(model).__name__}'s linear modules: {differ[:3]}"
+        )
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))
 
 
 def _matrices(model: PreTrainedModel, targets: list[str]) -> list[str]:
-    """Return whole names of the linear modules that are meant: a target is a module's name or its end, as in peft, and must name one.
+    """Return whole names of the linear modules that are meant: a target is a module's name or its end, as in peft, and
+    must name one.
 
-    The head is left out: it may be the embedding. So are experts that are fused into one parameter, which are no modules, and with them
-    modules whose name peft takes for an expert's (a dense or shared MLP beside experts): it could not read such an adapter again.
+    The head is left out: it may be the embedding. So are experts that are fused into one parameter, which are no
+    modules, and with them modules whose name peft takes for an expert's (a dense or shared MLP beside experts): it
+    could not read such an adapter again.
     """
     head, experts = model.get_output_embeddings(), _expert_names(model)
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
@@ -51,14 +61,18 @@ def _matrices(model: PreTrainedModel, targets: list[str]) -> list[str]:
     kind = type(model).__name__
     if list(targets) == ["all-linear"]:
         if not free:
-            raise ValueError(f"policy.lora: {kind} has no linear module below its head that can have an adapter; set policy.lora.rank=0")
+            raise ValueError(
+                f"policy.lora: {kind} has no linear module below its head that can have an adapter; set policy.lora.rank=0"
+            )
         return free
     found = {target: [name for name in linear if f".{name}".endswith(f".{target}")] for target in targets}
     for target, names in found.items():
         if not names:
             known = {name.rpartition(".")[2] for name in linear}
             near = ", ".join(difflib.get_close_matches(target.rpartition(".")[2], sorted(known), 3, 0.0))
-            raise ValueError(f"policy.lora.targets: {target} names no linear module of {kind} below its head; the nearest are {near}")
+            raise ValueError(
+                f"policy.lora.targets: {target} names no linear module of {kind} below its head; the nearest are {near}"
+            )
         if taken := [name for name in names if name not in free]:
             raise ValueError(
                 f"policy.lora.targets: {target} names {taken[0]}, and peft takes {taken[0].rpartition('.')[2]} in {kind} for its fused "
@@ -68,7 +82,8 @@ def _matrices(model: PreTrainedModel, targets: list[str]) -> list[str]:
 
 
 def _expert_names(model: PreTrainedModel) -> set[str]:
-    """Names of modules that peft, since transformers 5, takes for the parts of fused experts in models of this type."""
+    """Return the names of modules that peft, since transformers 5, takes for the parts of fused experts in models of
+    this type."""
     try:
         from peft.utils import transformers_weight_conversion as known
     except ImportError:  # an older peft takes every name as it is
@@ -82,7 +97,8 @@ def is_adapter(name: str) -> bool:
 
 
 def merged(parameters: dict[str, nn.Parameter], model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """(plain name, parameter, this rank's rows of W + (α / r) · B A) of every weight that is not an adapter. Collective.
+    """Yield (plain name, parameter, this rank's rows of W + (α / r) · B A) of every weight that is not an adapter.
+    Collective.
 
     B is sharded over the same rows as W, so only the small A has to be whole.
     """
@@ -103,10 +119,12 @@ def merged(parameters: dict[str, nn.Parameter], model: nn.Module) -> Iterator[tu
 
 @contextmanager
 def disabled(model: nn.Module) -> Iterator[None]:
-    """The model as it was before any adapter."""
+    """Compute as the model did before it had adapters."""
     layers: list[Any] = [m for m in model.modules() if hasattr(m, "_disable_adapters")]
     for layer in layers:
-        layer._disable_adapters = True  # peft's public switch also changes what requires a gradient, and FSDP has wrapped that
+        layer._disable_adapters = (
+            True  # peft's public switch also changes what requires a gradient, and FSDP has wrapped that
+        )
     try:
         yield
     finally:
@@ -115,7 +133,7 @@ def disabled(model: nn.Module) -> Iterator[None]:
 
 
 def save(folder: str | Path, model: PreTrainedModel, adapters: dict[str, Tensor], base: str) -> None:
-    """A folder that peft.PeftModel.from_pretrained reads."""
+    """Write a folder that peft.PeftModel.from_pretrained reads."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     names = {f"base_model.model.{name.replace(f'.{NAME}.', '.')}": tensor for name, tensor in adapters.items()}
     save_file(names, Path(folder) / "adapter_model.safetensors")

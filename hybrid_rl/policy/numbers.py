@@ -1,4 +1,5 @@
-"""Numbers that are not finite: found where they appear and named by sample. Where all is well that costs one look at the device."""
+"""Non-finite numbers: found where they appear and named by sample. If all is well that costs one look at
+the device."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ GRADIENT = "gradient"
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """The first number that is not finite. `position` is that of the token in its rollout's `token_ids`, the prompt included."""
+    """The first non-finite number. `position` is that of the token in its rollout's `token_ids`, the prompt
+    included."""
 
     what: str  # "advantage", "log-probability", "gradient of model.norm.weight", …
     value: float = math.nan
@@ -36,12 +38,13 @@ class Fault:
 
 
 def finite(columns: Iterable[Tensor]) -> bool:
-    """Whether every number of every column is finite; the device is asked once."""
+    """Tell whether every number of every column is finite; the device is asked once."""
     return bool(torch.stack([column.isfinite().all() for column in columns]).all())
 
 
 def find(columns: Mapping[str, Tensor], rollouts: Sequence[Rollout]) -> Fault | None:
-    """The first number that is not finite, column by column. A column has an entry for each rollout [R] or each sampled token [N]."""
+    """Return the first non-finite number, column by column. A column has an entry for each rollout [R] or each sampled
+    token [N]."""
     tokens = sum(r.sampled for r in rollouts)
     for what, column in columns.items():
         bad = (~column.isfinite()).nonzero()[:1].flatten().tolist()
@@ -55,9 +58,9 @@ def find(columns: Mapping[str, Tensor], rollouts: Sequence[Rollout]) -> Fault | 
 
 
 def alone(fault: Fault, compute: Callable[[list[Rollout]], Tensor], rollouts: Sequence[Rollout]) -> Fault:
-    """The fault of the first sample that shows it when `compute` sees no other; the given one where none does.
+    """Return the fault of the first sample that shows it when `compute` sees no other; the given one if none does.
 
-    In a row a NaN reaches neighbours too, through attention's products with 0. Collective where `compute` is.
+    In a row a NaN reaches neighbours too, through attention's products with 0. Collective if `compute` is.
     """
     for rollout in rollouts:
         if own := find({fault.what: compute([rollout])}, [rollout]):
@@ -78,16 +81,20 @@ def _at(what: str, value: float, r: Rollout, position: int | None = None) -> Fau
 
 
 def agreed(ranks: Ranks, fault: Fault) -> Fault:
-    """The fault that all ranks name: that of the first rank whose rows show which parameter's gradient it is. Collective."""
+    """Return the fault that all ranks name: that of the first rank whose rows show which parameter's gradient it is.
+    Collective."""
     faults = ranks.all_gather(fault)
     return next((f for f in faults if f.what != GRADIENT), faults[0])
 
 
 @torch.no_grad()
 def broken_weight(policy: Policy) -> str | None:
-    """The name of a weight that is not finite, or None. Collective: every rank looks at its own rows, and all return the same."""
+    """Return the name of a non-finite weight, or None. Collective: every rank looks at its own rows, and all return
+    the same."""
     rows = [local(p) for p in policy.parameters.values()]
-    sums = torch.stack([r.sum(dtype=torch.float32) for r in rows])  # the cheapest that a NaN or infinity leaves a trace in
+    sums = torch.stack(
+        [r.sum(dtype=torch.float32) for r in rows]
+    )  # the cheapest that a NaN or infinity leaves a trace in
     bad = (~sums.isfinite().all()).float()
     if not float(policy.ranks.sum(bad)):
         return None

@@ -2,35 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 
 def release_cached(device: torch.device) -> None:
-    """What torch has freed but keeps goes back to the GPU: an engine in another process could not have it otherwise."""
+    """Give the GPU what torch has freed but keeps: an engine in another process could not have it otherwise."""
     if device.type == "cuda":
         torch.cuda.ipc_collect()
         torch.cuda.empty_cache()
 
 
-class Parked:
-    """The contents of tensors, held in host memory while their own memory is given back; every view of them stays valid."""
+class Offloaded:
+    """Has tensors that can wait in host memory, their own memory given back; every view of them stays valid.
 
-    def __init__(self, tensors: Iterable[Tensor]):
-        storages = {s.data_ptr(): s for s in (t.untyped_storage() for t in tensors) if s.size()}
-        self._homes: list[tuple[torch.UntypedStorage, Tensor]] = []
-        for storage in storages.values():
-            host = torch.empty(storage.size(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
-            self._homes.append((storage, host.copy_(_bytes(storage))))
-            storage.resize_(0)
+    A subclass says which tensors (asked at each `park`) and whether they wait at all. Both calls may be repeated.
+    """
 
-    def bring_back(self) -> None:
+    _homes: Sequence[tuple[torch.UntypedStorage, Tensor]] = ()
+
+    def waits(self) -> bool:
+        """Return whether `park` moves anything."""
+        raise NotImplementedError
+
+    def waiting(self) -> Iterable[Tensor]:
+        """Return the tensors to move, plain ones."""
+        raise NotImplementedError
+
+    def park(self) -> None:
+        """Move the contents to host memory, unless they wait there already."""
+        if self._homes or not self.waits():
+            return
+        storages = {s.data_ptr(): s for s in (t.untyped_storage() for t in self.waiting()) if s.size()}
+        self._homes = [(storage, _to_host(storage)) for storage in storages.values()]
+
+    def unpark(self) -> None:
+        """Bring the contents back, if they wait."""
         for storage, host in self._homes:
             storage.resize_(len(host))
             _bytes(storage).copy_(host)
-        self._homes.clear()
+        self._homes = ()
+
+
+def _to_host(storage: torch.UntypedStorage) -> Tensor:
+    """Return the contents [bytes] uint8 in host memory, pinned if they come from a GPU; the storage is empty then."""
+    host = torch.empty(storage.size(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
+    host.copy_(_bytes(storage))
+    storage.resize_(0)
+    return host
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

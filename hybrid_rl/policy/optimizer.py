@@ -1,9 +1,10 @@
-"""AdamW with clipping and a learning-rate course; a step with a number that is not finite is skipped, counted, and bounded."""
+"""AdamW with clipping and a learning-rate course; a step with a non-finite number is skipped, counted, and
+bounded."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from hybrid_rl.config import Offload, OptimizerConfig, Schedule
 from hybrid_rl.policy.numbers import GRADIENT, Fault
-from hybrid_rl.policy.offload import Parked
+from hybrid_rl.policy.offload import Offloaded
 from hybrid_rl.policy.sharding import local
 
 if TYPE_CHECKING:
@@ -32,39 +33,51 @@ class StepResult:
     grad_norm: float  # before clipping
     lr: float
     skipped: bool
+    fault: Fault | None  # why it was skipped; None too for an overflow in float16, whose remedy is a smaller scale
 
 
-class Optimizer:
-    """Of `policy.trainable`: plain or sharded float32 parameters by name, with float32 moments like them.
+class Optimizer(Offloaded):
+    """AdamW of `policy.trainable`: plain or sharded float32 parameters by name, with float32 moments like them.
 
-    `total_steps` is the length of the schedule and `steps` the place in it: each step advances it, and whoever has steps without an update
-    sets it. `bad` counts skipped steps in a row, and `fault` says why the last step was one (None if it was not). In float16 small gradients
-    would become 0:
-    the loss is multiplied by `scale` before backward, which halves at every overflow and doubles after SCALE_UP_AFTER good steps.
+    `total_steps` is the length of the schedule and `steps` the place in it: each step advances it, and whoever has
+    steps without an update sets it. `bad` counts skipped steps in a row. In float16 small gradients would become 0:
+    the loss is multiplied by `scale` before backward, which halves at every overflow and doubles after SCALE_UP_AFTER
+    good steps.
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, total_steps: int, max_bad_steps: int, *,
-        scaled: bool = False, offload: bool = False,
-    ):  # fmt: skip
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        config: OptimizerConfig,
+        total_steps: int,
+        max_bad_steps: int,
+        *,
+        scaled: bool = False,
+        offload: bool = False,
+    ):
         self.names, self.parameters = list(parameters), list(parameters.values())
         self.scaled, self.scale, self.good = scaled, FIRST_SCALE if scaled else 1.0, 0
         self.offload = offload
-        self._parked: Parked | None = None
         self.config, self.total_steps, self.max_bad_steps = config, total_steps, max_bad_steps
         first, second = config.betas
         matrices = [p for p in self.parameters if p.dim() > 1]
-        vectors = [p for p in self.parameters if p.dim() <= 1]  # norms and biases: pulling them to 0 regularizes nothing
+        vectors = [
+            p for p in self.parameters if p.dim() <= 1
+        ]  # norms and biases: pulling them to 0 regularizes nothing
         groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         self.adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]], lr=config.lr, betas=(first, second), eps=config.eps, fused=True
+            [group for group in groups if group["params"]],
+            lr=config.lr,
+            betas=(first, second),
+            eps=config.eps,
+            fused=True,
         )
         self.steps = 0
         self.bad = 0
-        self.fault: Fault | None = None
 
     def learning_rate(self) -> float:
-        """Of the step about to be taken: linear warm-up, then constant, or down to final_lr · lr at the last step."""
+        """Return the rate of the step about to be taken: linear warm-up, then constant, or down to final_lr · lr at the
+        last step."""
         config, step = self.config, self.steps
         if step < config.warmup_steps:
             return config.lr * (step + 1) / config.warmup_steps
@@ -77,43 +90,41 @@ class Optimizer:
         return config.lr
 
     def step(self) -> StepResult:
-        """Clip, step, clear the gradients; skips where the gradient is not finite."""
+        """Clip, step, clear the gradients; skips a non-finite gradient."""
         lr = self.learning_rate()
         norm = self._clip()
         if finite := math.isfinite(norm):
-            self.fault = None
             for group in self.adamw.param_groups:
                 group["lr"] = lr
             self.adamw.step()
         overflow = self.scaled and not finite and self.scale > 1  # its remedy is a smaller scale, so it is no bad step
-        if not finite:
-            self.fault = None if overflow else Fault(self._culprit(), norm)
+        fault = None if finite or overflow else Fault(self._culprit(), norm)
         self.adamw.zero_grad()
         self.steps += 1
         self.bad = 0 if finite else self.bad + (not overflow)
         if self.scaled:
             self._rescale(finite)
-        return StepResult(norm, lr, not finite)
+        return StepResult(norm, lr, not finite, fault)
 
     def skip(self, fault: Fault) -> StepResult:
-        """A step that is not taken, for a number that went into its gradient; clears the gradients."""
+        """Count a step that is not taken for a non-finite number in its batch; clears the gradients."""
         lr = self.learning_rate()
         self.adamw.zero_grad()
-        self.fault = fault
         self.steps += 1
         self.bad += 1
-        return StepResult(math.nan, lr, True)
+        return StepResult(math.nan, lr, True, fault)
 
-    def check(self) -> None:
-        """Raises TrainingDiverged after max_bad_steps bad steps in a row."""
+    def check(self, fault: Fault) -> None:
+        """Raise TrainingDiverged after max_bad_steps bad steps in a row; `fault` is the last one's."""
         if self.bad >= self.max_bad_steps:
             raise TrainingDiverged(
-                f"numbers were not finite {self.bad} steps in a row, the last: {self.fault}; lower the learning rate "
+                f"numbers were not finite {self.bad} steps in a row, the last: {fault}; lower the learning rate "
                 f"({self.learning_rate():g}), or look at the batch (policy.max_bad_steps sets how many are allowed)"
             )
 
     def _clip(self) -> float:
-        """The norm over all ranks' gradients before clipping; the same number on every rank. Clips only to a finite norm."""
+        """Return the norm over all ranks' gradients before clipping; the same number on every rank. Clips only to a
+        finite norm."""
         if self.scale != 1.0:
             for parameter in self.parameters:
                 if parameter.grad is not None:
@@ -125,7 +136,7 @@ class Optimizer:
         return value
 
     def _culprit(self) -> str:
-        """The first parameter with a gradient that is not finite, as far as this rank's rows show it."""
+        """Name the first parameter with a non-finite gradient, as far as this rank's rows show it."""
         for name, parameter in zip(self.names, self.parameters, strict=True):
             if parameter.grad is not None and not bool(local(parameter.grad).isfinite().all()):
                 return f"{GRADIENT} of {name}"
@@ -138,20 +149,28 @@ class Optimizer:
         elif self.good % SCALE_UP_AFTER == 0:
             self.scale *= 2
 
-    # ---- checkpoints and host memory -----------------------------------------------------------------------------------
+    # ---- checkpoints and host memory ---------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
-        """The moments, "<parameter>.exp_avg" and so on, sharded like their parameter; empty before the first step."""
+        """Return the moments, "<parameter>.exp_avg" and so on, sharded like their parameter; empty before the first
+        step."""
         states = ((name, self.adamw.state.get(p, {})) for name, p in zip(self.names, self.parameters, strict=True))
         return {f"{name}.{key}": value for name, state in states for key, value in state.items()}
 
     def blank(self) -> dict[str, Tensor]:
-        """Zeros of the kinds that `tensors` has after a step, to be filled from a checkpoint."""
-        moments = {f"{n}.{key}": torch.zeros_like(p) for n, p in zip(self.names, self.parameters, strict=True) for key in MOMENTS}
-        return moments | {f"{name}.step": torch.zeros((), device=p.device) for name, p in zip(self.names, self.parameters, strict=True)}
+        """Return zeros of the kinds that `tensors` has after a step, to be filled from a checkpoint."""
+        moments = {
+            f"{n}.{key}": torch.zeros_like(p)
+            for n, p in zip(self.names, self.parameters, strict=True)
+            for key in MOMENTS
+        }
+        return moments | {
+            f"{name}.step": torch.zeros((), device=p.device)
+            for name, p in zip(self.names, self.parameters, strict=True)
+        }
 
     def state(self) -> dict[str, float]:
-        """The counters that belong to the moments."""
+        """Return the counters that belong to the moments."""
         return {"steps": self.steps, "bad": self.bad, "scale": self.scale, "good": self.good}
 
     def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, float]) -> None:
@@ -159,21 +178,22 @@ class Optimizer:
             found = {key: tensors[f"{name}.{key}"] for key in (*MOMENTS, "step") if f"{name}.{key}" in tensors}
             if found:
                 self.adamw.state[parameter] = found
-        self.steps, self.bad, self.scale, self.good = int(state["steps"]), int(state["bad"]), state["scale"], int(state["good"])
+        self.steps, self.bad, self.scale, self.good = (
+            int(state["steps"]),
+            int(state["bad"]),
+            state["scale"],
+            int(state["good"]),
+        )
 
-    def park(self) -> None:
-        """The moments' contents to host memory, their own memory given back; where policy.offload says so."""
-        if self.offload and self._parked is None:
-            self._parked = Parked(local(t) for name, t in self.tensors().items() if not name.endswith(".step"))
+    def waits(self) -> bool:
+        return self.offload
 
-    def unpark(self) -> None:
-        if self._parked is not None:
-            self._parked.bring_back()
-            self._parked = None
+    def waiting(self) -> Iterator[Tensor]:
+        return (local(t) for name, t in self.tensors().items() if not name.endswith(".step"))
 
 
 def make_optimizer(policy: Policy, config: OptimizerConfig, steps: int) -> Optimizer:
-    """Of a stage with `steps` optimizer steps."""
+    """Make the optimizer of a stage with `steps` optimizer steps."""
     settings = policy.settings
     scaled, offload = policy.dtype == torch.float16, settings.offload != Offload.none
     return Optimizer(policy.trainable, config, steps, settings.max_bad_steps, scaled=scaled, offload=offload)

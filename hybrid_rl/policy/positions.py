@@ -1,4 +1,4 @@
-"""How long a sample may be, as far as config.json and the modules of a model say: its positions, and chunks of attention."""
+"""How long a sample may be, as far as a model's config.json and modules say: its positions, and chunks of attention."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Limit:
 
 
 def limits(model: PreTrainedModel) -> list[Limit]:
-    """Every limit of the model; its parameters may be without memory."""
+    """Return every limit of the model; its parameters may be without memory."""
     text = model.config.get_text_config()
     most, found = getattr(text, "max_position_embeddings", None), []
     ropes = _ropes(text)
@@ -35,9 +35,13 @@ def limits(model: PreTrainedModel) -> list[Limit]:
             found.append(_follows(kind, most, "max_position_embeddings"))
     if "chunked_attention" in (getattr(text, "layer_types", None) or []):
         chunk = text.attention_chunk_size
-        found.append(Limit(chunk, f"attends in chunks beyond {chunk} tokens (attention_chunk_size), which is not supported"))
+        found.append(
+            Limit(chunk, f"attends in chunks beyond {chunk} tokens (attention_chunk_size), which is not supported")
+        )
     if most and _has_table(model, most):
-        found.append(Limit(most, f"has no position beyond {most} tokens (a table of positions, max_position_embeddings)"))
+        found.append(
+            Limit(most, f"has no position beyond {most} tokens (a table of positions, max_position_embeddings)")
+        )
     elif most:
         stretched = [rope["factor"] * rope["original_max_position_embeddings"] for rope in ropes if _is_stretched(rope)]
         reach = int(max([most, *stretched]))
@@ -46,13 +50,20 @@ def limits(model: PreTrainedModel) -> list[Limit]:
 
 
 def _follows(kind: str, tokens: int, key: str) -> Limit:
-    return Limit(tokens, f"moves all positions of a row when its longest sample has more than {tokens} tokens (rope_type {kind}, {key})")
+    return Limit(
+        tokens,
+        f"moves all positions of a row when its longest sample has more than {tokens} tokens (rope_type {kind}, {key})",
+    )
 
 
 def _ropes(text: PreTrainedConfig) -> list[dict]:
-    """The rotary parameters; several where kinds of layers have their own."""
+    """Return the rotary parameters; several if kinds of layers have their own."""
     rope = getattr(text, "rope_parameters", None) or {}
-    return [part for part in rope.values() if part] if rope and all(isinstance(part, dict | None) for part in rope.values()) else [rope]
+    return (
+        [part for part in rope.values() if part]
+        if rope and all(isinstance(part, dict | None) for part in rope.values())
+        else [rope]
+    )
 
 
 def _is_stretched(rope: dict) -> bool:
@@ -61,6 +72,8 @@ def _is_stretched(rope: dict) -> bool:
 
 def _has_table(model: PreTrainedModel, most: int) -> bool:
     words = model.get_input_embeddings()
-    learned = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding) and module is not words]
+    learned = [
+        module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding) and module is not words
+    ]
     computed = [len(buffer) for buffer in model.buffers() if buffer.dim() == 2]  # GPT-J's sines
     return any(most <= rows <= most + OFFSETS for rows in learned + computed)

@@ -1,7 +1,8 @@
 """FSDP2: how parameters are spread over ranks, filled, and gathered again.
 
-Each decoder layer is a unit of its own, embeddings and head the last one. Parameters are float32 shards along their first
-dimension; a unit's whole parameters exist, in the compute dtype, only while it computes, or while the engine samples.
+Each decoder layer is a unit of its own, embeddings and head the last one. Parameters are float32 shards along their
+first dimension; a unit's whole parameters exist, in the compute dtype, only while it computes, or while the engine
+samples.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from hybrid_rl.policy.torch_private import all_gather_single
 from hybrid_rl.processes.ranks import BACKENDS, Ranks, patient
-
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name since torch 2.13, and before
 
 
 def make_mesh(ranks: Ranks, size: int, device: torch.device) -> DeviceMesh:
-    """Groups of `size` neighbouring ranks share one copy of the parameters; several groups are replicas (hybrid sharding)."""
-    if not dist.is_initialized():  # one rank that computes in half precision: FSDP casts for it, and wants a group even of one
+    """Make groups of `size` neighbouring ranks that share one copy of the parameters; several groups are replicas
+    (hybrid sharding)."""
+    if not dist.is_initialized():  # one rank in half precision: FSDP casts for it, and wants a group even of one
         dist.init_process_group(BACKENDS[device.type], store=dist.HashStore(), rank=0, world_size=1)
     if size == ranks.world:
         return init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
@@ -33,10 +34,12 @@ def make_mesh(ranks: Ranks, size: int, device: torch.device) -> DeviceMesh:
 
 
 def shard(root: nn.Module, layer_classes: set[str], mesh: DeviceMesh, dtype: torch.dtype) -> list[FSDPModule]:
-    """Wrap each layer, then `root`; returns the units. Gradients are summed over ranks, in float32: the loss is divided by the
-    whole batch's tokens before backward, so no rank's share counts more than its tokens."""
+    """Wrap each layer, then `root`; returns the units. Gradients are summed over ranks, in float32: the loss is divided
+    by the whole batch's tokens before backward, so no rank's share counts more than its tokens."""
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    replicas = mesh.ndim == 2 and mesh.size(-1) == 1  # chosen for speed: a unit then stays whole from forward to backward
+    replicas = (
+        mesh.ndim == 2 and mesh.size(-1) == 1
+    )  # chosen for speed: a unit then stays whole from forward to backward
     for module in [*(m for m in root.modules() if type(m).__name__ in layer_classes), root]:
         fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=False if replicas else None)
     units: list[FSDPModule] = [module for module in root.modules() if isinstance(module, FSDPModule)]
@@ -48,7 +51,8 @@ def shard(root: nn.Module, layer_classes: set[str], mesh: DeviceMesh, dtype: tor
 
 @torch.no_grad()
 def scatter(model: nn.Module, whole: nn.Module | None, device: torch.device) -> None:
-    """Fill a sharded `model` from rank 0's `whole`, one tensor at a time: no other rank ever holds more than one of them whole."""
+    """Fill a sharded `model` from rank 0's `whole`, one tensor at a time: no other rank ever holds more than one of
+    them whole."""
     source = dict(whole.named_parameters()) if whole else {}
     for name, parameter in model.named_parameters():
         full = source[name].to(device) if whole else torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
@@ -62,7 +66,7 @@ def scatter(model: nn.Module, whole: nn.Module | None, device: torch.device) -> 
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's rows of a sharded tensor, or the tensor itself: the same memory."""
+    """Return this rank's rows of a sharded tensor, or the tensor itself: the same memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -77,7 +81,8 @@ class Gathering:
         self._buffer = torch.empty(0, dtype=dtype, device=device)
 
     def buckets(self, parts: Iterator[tuple[str, Tensor, Tensor]]) -> Iterator[dict[str, Tensor]]:
-        """`parts` gives (name, parameter, this rank's rows of the value to gather). Collective: every rank walks all buckets.
+        """Gather `parts` of (name, parameter, this rank's rows of the value to gather). Collective: every rank walks
+        all buckets.
 
         A bucket's tensors are valid until the next one is asked for.
         """
@@ -96,7 +101,9 @@ class Gathering:
     @torch.no_grad()
     def _gather(self, parts: list[tuple[str, Tensor, Tensor]], size: int) -> dict[str, Tensor]:
         if all(not isinstance(parameter, DTensor) for _, parameter, _ in parts):
-            return {name: rows.detach() for name, _, rows in parts}  # nothing to gather; who copies them casts on the way
+            return {
+                name: rows.detach() for name, _, rows in parts
+            }  # nothing to gather; who copies them casts on the way
         if self._buffer.nbytes < size:
             self._buffer = torch.empty(size // self.dtype.itemsize, dtype=self.dtype, device=self.device)
         bucket, under_way, start = {}, [], 0
@@ -112,17 +119,22 @@ class Gathering:
 
 
 def _gather_rows(out: Tensor, rows: Tensor, parameter: Tensor) -> dist.Work | None:
-    """Begin to bring all ranks' `rows` of a tensor sharded like `parameter` into `out`, its first dimension padded to equal shares; cast before."""
+    """Begin to bring all ranks' `rows` of a tensor sharded like `parameter` into `out`, its first dimension padded to
+    equal shares; cast before."""
     mesh = parameter.device_mesh  # type: ignore[attr-defined]
     share = len(out) // mesh.size(-1)
     own = out[mesh.get_local_rank(-1) * share :][:share]
     own[: len(rows)].copy_(rows)
-    return _all_gather(out, own, group=mesh.get_group(mesh.ndim - 1), async_op=True) if mesh.size(-1) > 1 else None
+    return (
+        all_gather_single(out, own, group=mesh.get_group(mesh.ndim - 1), async_op=True) if mesh.size(-1) > 1 else None
+    )
 
 
 def _padded(parameter: Tensor) -> int:
-    """Elements of the whole parameter with its first dimension rounded up to equal shares."""
+    """Count the elements of the whole parameter with its first dimension rounded up to equal shares."""
     if not isinstance(parameter, DTensor):
         return parameter.numel()
     shares = parameter.device_mesh.size(-1)
-    return -(-parameter.shape[0] // shares) * shares * parameter.shape[1:].numel()  # not parameter[0], for which DTensor gathers it all
+    return (
+        -(-parameter.shape[0] // shares) * shares * parameter.shape[1:].numel()
+    )  # not parameter[0], for which DTensor gathers it all

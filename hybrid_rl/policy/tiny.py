@@ -25,14 +25,17 @@ CHAT_TEMPLATE = (
 
 
 def character_tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
-    """One token a byte (so one an ASCII character), the chat marks, and `words` as single tokens that decode as text."""
+    """Make a tokenizer of one token a byte (so one an ASCII character), the chat marks, and `words` as single tokens
+    that decode as text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([START, END, PAD])
     tokenizer.add_tokens([AddedToken(word, normalized=False) for word in (*ROLES, *words)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, chat_template=CHAT_TEMPLATE)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, chat_template=CHAT_TEMPLATE
+    )
 
 
 def create(folder: Path, config: TinyConfig, seed: int) -> None:

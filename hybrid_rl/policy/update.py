@@ -1,28 +1,28 @@
-"""One training step on a batch: gradients over all rows of all ranks, clip, one AdamW step."""
+"""One optimizer step of the policy: on a batch of rollouts by an RL loss, or on demonstrations by cross-entropy."""
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
+from hydra.utils import instantiate
 from torch import Tensor
 
 from hybrid_rl.algo.batch import Given, Tokens
-from hybrid_rl.algo.kl import Distance, k3, unbiased
+from hybrid_rl.algo.kl import ESTIMATORS, Distance, k3, unbiased
 from hybrid_rl.algo.mismatch import mismatch_kl
-from hybrid_rl.policy.layout import Layout, pack, sampled_tokens
+from hybrid_rl.config import AlgoConfig, KlPlace, unbiased_kl
 from hybrid_rl.policy.model import Policy
 from hybrid_rl.policy.numbers import Fault, alone, find, finite
-from hybrid_rl.policy.optimizer import Optimizer
-from hybrid_rl.processes import hangs
-from hybrid_rl.processes.ranks import Ranks
-from hybrid_rl.types import Rollout
+from hybrid_rl.policy.optimizer import Optimizer, StepResult
+from hybrid_rl.policy.rows import Accumulated, RowLoss, Update, accumulate, measure
+from hybrid_rl.types import PackedBatch, Rollout
 
 # per-token losses [M], and named numbers [M] whose means are reported
 Loss = Callable[[Tokens], tuple[Tensor, dict[str, Tensor]]]
-LOGPROB = "log-probability"
+LOGPROB, LOG_RATIO = "log-probability", "log_ratio"
 
 
 @dataclass(slots=True)
@@ -36,139 +36,129 @@ class Objective:
     kl_coef: float = 0.0
     entropy_coef: float = 0.0
 
-
-@dataclass(slots=True)
-class Pass:
-    """What forward and backward over all rows gave: means over the N sampled tokens, and of every token its loss [N],
-    as this rank computed it, and log π_θ − log π_old [N]."""
-
-    means: dict[str, float]
-    losses: Tensor
-    log_ratios: Tensor
-
-    def fault(self, rollouts: Sequence[Rollout], ranks: Ranks) -> Fault | None:
-        """The first log-probability or loss that is not finite; None where all are. Collective, and the same on every
-        rank."""
-        if math.isfinite(self.means["loss"]) and finite([self.log_ratios]):
-            return None
-        found = find({LOGPROB: self.log_ratios, "loss": ranks.sum(self.losses)}, rollouts)
-        return found or Fault("sum of losses", self.means["loss"])
+    @classmethod
+    def of(cls, algo: AlgoConfig, kl_coef: float) -> Objective:
+        """Return what `algo` names, with this coefficient if the KL belongs to the loss."""
+        coef = kl_coef if algo.kl.place == KlPlace.loss else 0.0
+        loss = instantiate(algo.loss, _partial_=True)
+        return cls(loss, ESTIMATORS[algo.kl.estimator.value], unbiased_kl(algo), coef, algo.entropy_coef)
 
 
 def update(
-    policy: Policy, optimizer: Optimizer, rollouts: Sequence[Rollout], given: Given, objective: Objective,
-    temperature: float, layout: Layout, row_tokens: int,
-) -> tuple[dict[str, float], Tensor]:  # fmt: skip
-    """One optimizer step on the rollouts; returns its statistics, means over their N sampled tokens, and log π_θ − log
-    π_old [N] before it.
+    policy: Policy,
+    optimizer: Optimizer,
+    rollouts: Sequence[Rollout],
+    given: Given,
+    objective: Objective,
+    temperature: float,
+) -> Update:
+    """Take one optimizer step on the rollouts; the numbers are means over their N sampled tokens.
 
     `given` weights every token's loss for the whole batch, so the gradient does not depend on how rollouts are split
-    into rows, or over ranks. Where a log-probability, a loss or the gradient is not finite the step is skipped, and
-    `optimizer.fault` names it. Collective: every rank is given the whole batch, and all return the same numbers.
+    into rows, or over ranks. The step is skipped for a non-finite log-probability, loss or gradient. Collective: every
+    rank is given the whole batch, and all return the same numbers.
     """
-    done = accumulate(policy, optimizer.scale, rollouts, given, objective, temperature, layout, row_tokens)
-    fault = done.fault(rollouts, policy.ranks)
+    done = forward_backward(policy, optimizer.scale, rollouts, given, objective, temperature)
+    log_ratios = done.columns[LOG_RATIO]
+    fault = _fault(done, rollouts)
     if fault and fault.what == LOGPROB:
-        fault = alone(fault, lambda r: score(policy, r, temperature, layout, row_tokens), rollouts)
+        fault = alone(fault, lambda r: score(policy, r, temperature), rollouts)
     result = optimizer.skip(fault) if fault else optimizer.step()
-    return {
-        **done.means,
-        "grad_norm": result.grad_norm,
-        "lr": result.lr,
-        "skipped": float(result.skipped),
-    }, done.log_ratios
+    means = {**done.means, "loss": done.means["loss"] * (max(1, len(log_ratios)) / given.divisor)}
+    return Update(means | _step_numbers(result), result.fault, log_ratios)
 
 
-def accumulate(
-    policy: Policy, scale: float, rollouts: Sequence[Rollout], given: Given, objective: Objective, temperature: float, layout: Layout,
-    row_tokens: int,
-) -> Pass:  # fmt: skip
-    """Forward and backward over all rows: the gradient of `scale` · loss is added to the parameters'. Collective."""
-    count = len(given.rollout)
-    token_losses, log_ratios = torch.zeros(2, count, device=policy.device)
-    sums: dict[str, Tensor] = {}
-    for row in pack(rollouts, layout, row_tokens, policy.ranks):
-        row = row.to(policy.device)
+def forward_backward(
+    policy: Policy, scale: float, rollouts: Sequence[Rollout], given: Given, objective: Objective, temperature: float
+) -> Accumulated:
+    """Add the gradient of `scale` times the batch's loss to the parameters'. Collective.
+
+    The columns hold the weighted loss of each token and, as LOG_RATIO, log π_θ − log π_old.
+    """
+    with_entropy = objective.entropy_coef != 0
+
+    def loss(row: PackedBatch) -> RowLoss:
         at = row.token_index
-        logprobs, entropy = policy.logprobs(row, temperature, entropy_gradient=objective.entropy_coef != 0)
+        logprobs, entropy = policy.logprobs(row, temperature, entropy_gradient=with_entropy)
         tokens = given.at(at, logprobs, entropy)
-        losses, statistics = objective.loss(tokens)
+        losses, named = objective.loss(tokens)
         losses = given.corrections[at] * losses
-        if given.reference_logprobs is not None:
-            reference = given.reference_logprobs[at]
+        if given.ref_logprobs is not None:
+            reference = given.ref_logprobs[at]
             if objective.kl_coef:
                 if objective.kl_unbiased:
                     distance = unbiased(objective.kl, logprobs, reference, tokens.old_logprobs)
                 else:
                     distance = objective.kl(logprobs, reference)
                 losses = losses + objective.kl_coef * distance
-            statistics = statistics | {"reference_kl": k3(logprobs.detach(), reference)}
-        if objective.entropy_coef:
+            named = named | {"reference_kl": k3(logprobs.detach(), reference)}
+        if with_entropy:
             losses = losses - objective.entropy_coef * entropy
-        losses = given.weights[at] * losses
-        (losses.sum() * (scale / given.divisor)).backward()
-        token_losses[at] = losses.detach()
-        log_ratios[at] = logprobs.detach() - tokens.old_logprobs
         mismatch = mismatch_kl(logprobs.detach(), tokens.behaviour_logprobs)
-        for name, column in ({"loss": losses, "entropy": entropy, "mismatch_kl": mismatch} | statistics).items():
-            sums[name] = sums.get(name, 0) + column.detach().sum().float()
-        hangs.progress()
-    totals = policy.ranks.sum(torch.stack(list(sums.values())))
-    means = dict(zip(sums, (totals / max(1, count)).tolist(), strict=True))
-    means["loss"] *= max(1, count) / given.divisor
-    return Pass(means, token_losses, policy.ranks.sum(log_ratios))
+        return RowLoss(
+            given.weights[at] * losses,
+            {LOG_RATIO: logprobs.detach() - tokens.old_logprobs},
+            {"entropy": entropy, "mismatch_kl": mismatch} | named,
+        )
+
+    return accumulate(policy, rollouts, loss, scale / given.divisor)
 
 
-def score(policy: Policy, rollouts: Sequence[Rollout], temperature: float, layout: Layout, row_tokens: int) -> Tensor:
-    """log π of all N sampled tokens of the batch, [N] float32, in rollout order; the same on every rank. Collective."""
-    return observe(policy, rollouts, temperature, layout, row_tokens)[0]
+def _fault(done: Accumulated, rollouts: Sequence[Rollout]) -> Fault | None:
+    """Return the first non-finite log-probability or loss, or None; the same on every rank."""
+    if math.isfinite(done.means["loss"]) and finite([done.columns[LOG_RATIO]]):
+        return None
+    found = find({LOGPROB: done.columns[LOG_RATIO], "loss": done.losses}, rollouts)
+    return found or Fault("sum of losses", done.means["loss"])
 
 
-@torch.no_grad()
-def observe(
-    policy: Policy, rollouts: Sequence[Rollout], temperature: float, layout: Layout, row_tokens: int
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """log π of all N sampled tokens, and the distributions' entropies, [N] float32 both, in rollout order; the same on
-    every rank. Collective."""
-    found = torch.zeros(2, len(sampled_tokens(rollouts, policy.device)), device=policy.device)
-    for row in pack(rollouts, layout, row_tokens, policy.ranks):
-        row = row.to(policy.device)
-        found[:, row.token_index] = torch.stack(policy.logprobs(row, temperature))
-        hangs.progress()
-    policy.reshard()  # after a forward without a backward, FSDP keeps embeddings and head whole
-    logprobs, entropy = policy.ranks.sum(found)
+def score(policy: Policy, rollouts: Sequence[Rollout], temperature: float) -> Tensor:
+    """Return log π of all N sampled tokens of the batch, [N] float32, in rollout order; the same on every rank.
+    Collective."""
+    return observe(policy, rollouts, temperature)[0]
+
+
+def observe(policy: Policy, rollouts: Sequence[Rollout], temperature: float) -> tuple[Tensor, Tensor]:
+    """Return log π of all N sampled tokens, and the distributions' entropies in nats, [N] float32 both, as `score`
+    does."""
+    logprobs, entropy = measure(policy, rollouts, lambda row: policy.logprobs(row, temperature), 2)
     return logprobs, entropy
 
 
-def imitate(
-    policy: Policy, optimizer: Optimizer, demonstrations: Sequence[Rollout], label_smoothing: float, layout: Layout, row_tokens: int
-) -> dict[str, float]:  # fmt: skip
-    """Supervised step: cross-entropy averaged over all answer tokens of the demonstrations. Skipped, and
-    `optimizer.fault` set, where a number is not finite."""
-    losses = demonstrate(policy, optimizer.scale, demonstrations, label_smoothing, layout, row_tokens)
+def imitate(policy: Policy, optimizer: Optimizer, demonstrations: Sequence[Rollout], label_smoothing: float) -> Update:
+    """Take a supervised step: cross-entropy averaged over all answer tokens of the demonstrations. Collective.
+
+    The step is skipped for a non-finite loss or gradient.
+    """
+    losses = demonstrate(policy, optimizer.scale, demonstrations, label_smoothing)
     fault = None if finite([losses]) else find({"loss": losses}, demonstrations)
     if fault:
-        fault = alone(fault, lambda r: score(policy, r, 1.0, layout, row_tokens), demonstrations)
+        fault = alone(fault, lambda r: score(policy, r, 1.0), demonstrations)
     result = optimizer.skip(fault) if fault else optimizer.step()
-    numbers = {
-        "loss": float(losses.mean()),
-        "grad_norm": result.grad_norm,
-        "lr": result.lr,
-        "tokens": float(len(losses)),
-    }
-    return numbers | {"skipped": float(result.skipped)}
+    numbers = {"loss": float(losses.mean()), "tokens": float(len(losses))}
+    return Update(numbers | _step_numbers(result), result.fault)
 
 
-def demonstrate(
-    policy: Policy, scale: float, demonstrations: Sequence[Rollout], label_smoothing: float, layout: Layout, row_tokens: int
-) -> Tensor:  # fmt: skip
-    """Forward and backward over all rows; returns the loss of every answer token, [N] float32, the same on every rank.
+def demonstrate(policy: Policy, scale: float, demonstrations: Sequence[Rollout], label_smoothing: float) -> Tensor:
+    """Add the gradient of `scale` times the mean loss; return the loss of every answer token, [N] float32.
     Collective."""
-    losses = torch.zeros(sum(rollout.sampled for rollout in demonstrations), device=policy.device)
-    for row in pack(demonstrations, layout, row_tokens, policy.ranks):
-        row = row.to(policy.device)
-        of_row = policy.cross_entropy(row, label_smoothing)
-        (of_row.sum() * (scale / len(losses))).backward()
-        losses[row.token_index] = of_row.detach()
-        hangs.progress()
-    return policy.ranks.sum(losses)
+    count = sum(rollout.sampled for rollout in demonstrations)
+    loss = lambda row: RowLoss(policy.cross_entropy(row, label_smoothing))  # noqa: E731
+    return accumulate(policy, demonstrations, loss, scale / count).losses
+
+
+def _step_numbers(result: StepResult) -> dict[str, float]:
+    return {"grad_norm": result.grad_norm, "lr": result.lr, "skipped": float(result.skipped)}
+
+
+def mean_numbers(results: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Average over the updates that have the number; the mismatch is the first update's, and skipped steps are
+    counted."""
+    names = dict.fromkeys(name for result in results for name in result)
+    means = {name: statistics.fmean(r[name] for r in results if name in r) for name in names}
+    if "mismatch_kl" in means:
+        means["mismatch_kl"] = next(r["mismatch_kl"] for r in results if "mismatch_kl" in r)
+        means["clip_fraction"] = sum(means.get(name, 0.0) for name in ("clip_low", "clip_high"))
+    if "skipped" in means:
+        means["skipped"] = sum(r.get("skipped", 0.0) for r in results)
+    return means

@@ -138,6 +138,16 @@ def disk_bytes(config: Config, sizes: Sizes) -> int:
     return most * trained + 4 * (reference + sizes.parameters * (1 + (config.model.path is None)))
 
 
+def later_bytes(config: Config, trainable: int) -> int:
+    """Return the bytes of a rank's GPU that the trainer allocates after the engine is made, and holds while it samples.
+
+    These are Adam's moments of the rank's `trainable` parameters, unless they are offloaded, and two buckets of the
+    handover.
+    """
+    moments = 8 * trainable if config.policy.offload == Offload.none else 0
+    return moments + 2 * config.handover.bucket_mib * 2**20
+
+
 # bytes of a sampled token in a rollouts file: id, log-probability and text, compressed; prompts are small, one a group
 BYTES_A_TOKEN = 10
 

@@ -70,9 +70,15 @@ def check_names(overrides: Sequence[Override], folders: Sequence[Path]) -> None:
                 raise ConfigError(f"{given}: a recipe is added to the settings: +recipe={value}")
         elif part in choices and part != key and not isinstance(override.value(), dict):
             raise ConfigError(f"{given}: a part is chosen with a slash: {part}={value}")
+        elif key == "model" and not isinstance(override.value(), dict):
+            presets = ", ".join(sorted(f.stem for folder in folders for f in (folder / "preset").glob("*.yaml")))
+            raise ConfigError(
+                f"{given}: is a section; a model folder is chosen with model.path=FOLDER, the training that suits it "
+                f"with preset=NAME, there are: {presets}"
+            )
         elif key not in known_keys:
-            section = key.rpartition(".")[0]
-            known = sorted(k for k in known_keys | choices if section not in known_keys or k.startswith(f"{section}."))
+            parent = key.rpartition(".")[0]
+            known = sorted(k for k in known_keys | choices if parent not in known_keys or k.startswith(f"{parent}."))
             raise ConfigError(f"{key}={value} (command line): there is no such key; {nearest(key, known, ALL_KEYS)}")
 
 

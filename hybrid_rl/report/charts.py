@@ -265,7 +265,7 @@ def _phases(rl: Sequence[Record]) -> Chart | None:
     at = [sum(r["step"] for r in rl[s]) / len(rl[s]) for s in slices]
     heights = {name: [sum(x / len(seconds[s]) for x in seconds[s]) for s in slices] for name, seconds in phases.items()}
     totals = [min(HUGE, sum(column)) for column in zip(*heights.values(), strict=True)]
-    down, across = vertical(totals, FROM_ZERO), horizontal(_steps(rl), edge=0.5 * width)
+    down, across = vertical(totals, from_zero=True), horizontal(_steps(rl), edge=0.5 * width)
     half, base = max(0.5, 0.4 * width * (RIGHT - LEFT) / (across.high - across.low)), [0.0] * len(slices)
     shapes = []
     for position, (name, column) in enumerate(heights.items()):

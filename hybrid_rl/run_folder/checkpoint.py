@@ -183,9 +183,14 @@ class Saving:
 
 
 def begin(
-    root: Path, stage: str, step: int, policy: Policy, optimizer: Optimizer | None, state: dict[str, Any],
+    root: Path,
+    stage: str,
+    step: int,
+    policy: Policy,
+    optimizer: Optimizer | None,
+    state: dict[str, Any],
     roles: Mapping[str, tuple[Policy, Optimizer]] = MappingProxyType({}),
-) -> Saving:  # fmt: skip
+) -> Saving:
     """Copy weights, moments and state as they are now to host memory, and begin to write them; training may go on at once.
 
     `roles`: models trained beside the policy. Raises CheckpointError as `Saving.publish` does. Collective.
@@ -226,11 +231,17 @@ def begin(
 
 
 def save(
-    root: Path, stage: str, step: int, policy: Policy, optimizer: Optimizer | None, state: dict[str, Any], keep: int,
-    roles: Mapping[str, tuple[Policy, Optimizer]] = MappingProxyType({}), timeout: float | None = None,
-) -> None:  # fmt: skip
+    root: Path,
+    stage: str,
+    step: int,
+    policy: Policy,
+    optimizer: Optimizer | None,
+    state: dict[str, Any],
+    keep: int,
+    timeout: float | None = None,
+) -> None:
     """`begin` and `publish` in one: the checkpoint is on the disk when this returns."""
-    begin(root, stage, step, policy, optimizer, state, roles).publish(keep, timeout=timeout)
+    begin(root, stage, step, policy, optimizer, state).publish(keep, timeout=timeout)
 
 
 def complete(root: Path) -> list[Path]:

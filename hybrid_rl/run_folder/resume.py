@@ -18,22 +18,37 @@ from hybrid_rl.run_folder import checkpoint
 from hybrid_rl.run_folder.checkpoint import Checkpoint, CheckpointError
 from hybrid_rl.run_folder.files import Unreadable, read_yaml
 
-USED = (
-    "config.yaml",
-    "metrics.jsonl",
-    "summary.json",
-    "checkpoints",
-    "rollouts",
-    "base_model",
-    "final",
-)  # what a run leaves in its folder
+# what a run leaves in its folder
+USED = ("config.yaml", "metrics.jsonl", "summary.json", "checkpoints", "rollouts", "base_model", "final")
+# the settings that a resumed run may have otherwise; one that ends with a dot stands for all below it
 MAY_CHANGE = (
-    "resume:", "output_dir:", "rl.steps:", "rl.checkpoint_every:", "rl.keep_checkpoints:", "rl.keep_best:", "rl.eval_every:", "rl.max_empty_steps:",
+    "resume:",
+    "output_dir:",
+    "rl.steps:",
+    "rl.checkpoint_every:",
+    "rl.keep_checkpoints:",
+    "rl.keep_best:",
+    "rl.eval_every:",
+    "rl.max_empty_steps:",
     "rollout.keep_steps:",
-    "sft.checkpoint_every:", "checkpoint.", "export.", "ranks:", "rank_timeout:", "rollout.max_reward_failures:", "stop_timeout:", "rollout.reward_start_timeout:",
-    "policy.shard:", "policy.offload:", "policy.activation_checkpointing:", "handover.", "engine.timeout:", "engine.start_timeout:",
-    "engine.restarts:", "engine.memory_fraction:", "engine.tensor_parallel:",
-)  # fmt: skip
+    "sft.checkpoint_every:",
+    "checkpoint.",
+    "export.",
+    "ranks:",
+    "rank_timeout:",
+    "rollout.max_reward_failures:",
+    "stop_timeout:",
+    "rollout.reward_start_timeout:",
+    "policy.shard:",
+    "policy.offload:",
+    "policy.activation_checkpointing:",
+    "handover.",
+    "engine.timeout:",
+    "engine.start_timeout:",
+    "engine.restarts:",
+    "engine.memory_fraction:",
+    "engine.tensor_parallel:",
+)
 
 
 def resume_point(config: Config, folder: Path) -> tuple[Checkpoint | None, list[str]]:
@@ -132,9 +147,14 @@ def _lines(path: Path) -> list[bytes]:
 
 
 KINDS: dict[str, Any] = {
-    "version": int, "metrics_lines": int, "evaluations": dict, "best": dict | None, "seconds": dict, "versions": dict,
+    "version": int,
+    "metrics_lines": int,
+    "evaluations": dict,
+    "best": dict | None,
+    "seconds": dict,
+    "versions": dict,
     "data": dict | None,
-}  # fmt: skip
+}
 
 
 def _check_state(found: Checkpoint) -> None:

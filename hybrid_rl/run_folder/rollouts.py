@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from transformers import PreTrainedTokenizerBase
 
 from hybrid_rl.run_folder.files import atomic_file
 from hybrid_rl.types import Group, Rollout
@@ -37,6 +40,39 @@ SCHEMA = pa.schema(
         pa.field("fault", pa.string()),  # the kind of the error, as it is counted
     ]
 )
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutFiles:
+    """The rollouts of a run's steps and evaluations in `folder`; only rank 0, which is `main`, writes them."""
+
+    folder: Path
+    tokenizer: PreTrainedTokenizerBase
+    main: bool = True
+    keep_steps: int = 0  # the newest so many and the first; 0: all
+
+    def save(
+        self,
+        name: str,
+        groups: Sequence[Group],
+        advantages: Mapping[tuple[int, int], float] = MappingProxyType({}),
+        trained: Collection[tuple[int, int]] = (),
+    ) -> None:
+        """Write <name>.parquet, with advantages, and the rollouts that an update used, by (group id, index)."""
+        if self.main:
+            prompts = prompts_of(groups, self.tokenizer)
+            write_rollouts(self.folder / f"{name}.parquet", groups, prompts, advantages, trained)
+
+    def remove_old(self, step: int) -> None:
+        """Remove those of RL steps before `step` that are not to be kept."""
+        if self.main:
+            remove_old(self.folder, step, self.keep_steps)
+
+
+def prompts_of(groups: Sequence[Group], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return the prompt of each group as text."""
+    first = (group.rollouts[0] for group in groups)
+    return [str(tokenizer.decode(rollout.token_ids[: rollout.prompt_length])) for rollout in first]
 
 
 def write_rollouts(

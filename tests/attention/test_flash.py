@@ -10,7 +10,9 @@ import pytest
 from hybrid_rl import doctor
 from hybrid_rl.attention import flash
 
-OTHER = {"cute/__init__.py": "def flash_attn_varlen_func(): ..."}  # flash-attn-4, which comes with SGLang: no __init__.py at its top
+OTHER = {
+    "cute/__init__.py": "def flash_attn_varlen_func(): ..."
+}  # flash-attn-4, which comes with SGLang: no __init__.py at its top
 UNFIT = {"__init__.py": "raise ImportError('flash_attn_2_cuda.so: undefined symbol: _ZN3c10\\nmore')"}
 WRONG_DEVICE = {"__init__.py": "raise RuntimeError('no CUDA driver')"}
 RIGHT = {"__init__.py": "def flash_attn_varlen_func(*args): return args"}
@@ -38,8 +40,14 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("files", "said"),
     [
-        (OTHER, "the package flash_attn that is installed has no such kernel: cannot import name 'flash_attn_varlen_func'"),
-        (UNFIT, "the package flash_attn that is installed has no such kernel: flash_attn_2_cuda.so: undefined symbol: _ZN3c10"),
+        (
+            OTHER,
+            "the package flash_attn that is installed has no such kernel: cannot import name 'flash_attn_varlen_func'",
+        ),
+        (
+            UNFIT,
+            "the package flash_attn that is installed has no such kernel: flash_attn_2_cuda.so: undefined symbol: _ZN3c10",
+        ),
         (WRONG_DEVICE, "the package flash_attn that is installed has no such kernel: no CUDA driver"),
     ],
     ids=["flash-attn-4", "another torch", "no driver"],

@@ -1,4 +1,4 @@
-"""What a layer may ask of attention (windows, softcap, sinks): every layout against a sum over single tokens in float64."""
+"""What a layer may ask of attention (windows, softcap, sinks): every layout against sums over tokens in float64."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ def by_hand(query: Tensor, key: Tensor, value: Tensor, how: LayerAttention) -> T
 def tensors(tokens: int, seed: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     """Query, key and value of a flat row, [1, heads, T, D]."""
     generator = torch.Generator().manual_seed(seed)
-    made = [torch.randn(1, heads, tokens, DIM, generator=generator, dtype=torch.float64) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    made = [
+        torch.randn(1, heads, tokens, DIM, generator=generator, dtype=torch.float64)
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    ]
     return [x.to(dtype).requires_grad_() for x in made]
 
 
@@ -53,8 +56,10 @@ def asked(draw: st.DrawFn) -> LayerAttention:
     return LayerAttention(0.3, window, draw(st.none() | st.floats(0.5, 20)), draw(st.sampled_from([None, sinks])))
 
 
-def assert_same(layout: object, parts: list[Tensor], how: LayerAttention, seed: int, dtype: torch.dtype = torch.float64) -> None:
-    """`parts`: flat positions of each sample's tokens. Values and gradients are compared, the latter of a random weighting."""
+def assert_same(
+    layout: object, parts: list[Tensor], how: LayerAttention, seed: int, dtype: torch.dtype = torch.float64
+) -> None:
+    """Compare values and gradients; `parts` holds the flat positions of each sample's tokens."""
     tokens = 1 + max(int(part.max()) for part in parts)
     row = tensors(tokens, seed, dtype)
     got = layout.attend(0, *row, how)  # type: ignore[attr-defined]
@@ -79,17 +84,23 @@ def assert_same(layout: object, parts: list[Tensor], how: LayerAttention, seed: 
     loss.backward()
     for ours, theirs in zip(row, exact, strict=True):
         assert ours.grad.isfinite().all()
-        torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=0, atol=1e-5 if dtype != torch.bfloat16 else 0.2)
+        torch.testing.assert_close(
+            ours.grad.double(), theirs.grad, rtol=0, atol=1e-5 if dtype != torch.bfloat16 else 0.2
+        )
 
 
 @st.composite
 def forests(draw: st.DrawFn) -> list[tuple[int, list[int]]]:
     """Prompts of 0 to 8 tokens with branches of 0 to 8; none is empty as a whole."""
     branches = st.lists(st.integers(0, 8), min_size=1, max_size=4)
-    return draw(st.lists(st.tuples(st.integers(0, 8), branches).filter(lambda t: t[0] + max(t[1])), min_size=1, max_size=3))
+    return draw(
+        st.lists(st.tuples(st.integers(0, 8), branches).filter(lambda t: t[0] + max(t[1])), min_size=1, max_size=3)
+    )
 
 
-@example(forest=[(1, [8]), (8, [1])], how=LayerAttention(0.3, 1, 2.0), seed=0)  # padding whose window lies beyond all keys
+@example(
+    forest=[(1, [8]), (8, [1])], how=LayerAttention(0.3, 1, 2.0), seed=0
+)  # padding whose window lies beyond all keys
 @given(forest=forests(), how=asked(), seed=st.integers(0, 9))
 @settings(max_examples=40)
 def test_trees(forest: list[tuple[int, list[int]]], how: LayerAttention, seed: int) -> None:
@@ -122,14 +133,21 @@ def test_lower_precision(dtype: torch.dtype, how: LayerAttention) -> None:
 
 
 @given(
-    prompts=st.lists(st.integers(1, 9), min_size=1, max_size=4), steps=st.integers(1, 6), how=asked(), seed=st.integers(0, 9)
-)  # fmt: skip
+    prompts=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    steps=st.integers(1, 6),
+    how=asked(),
+    seed=st.integers(0, 9),
+)
 @settings(max_examples=40)
-def test_decoding_token_by_token_is_one_forward_of_the_whole(prompts: list[int], steps: int, how: LayerAttention, seed: int) -> None:
+def test_decoding_token_by_token_is_one_forward_of_the_whole(
+    prompts: list[int], steps: int, how: LayerAttention, seed: int
+) -> None:
     samples = [[x[0].detach() for x in tensors(n + steps, seed + i)] for i, n in enumerate(prompts)]
     expected = [by_hand(*sample, how) for sample in samples]
     prefill = Prefill(prompts)
-    flat = [torch.cat([sample[x][:, :n] for sample, n in zip(samples, prompts, strict=True)], dim=1)[None] for x in range(3)]
+    flat = [
+        torch.cat([sample[x][:, :n] for sample, n in zip(samples, prompts, strict=True)], dim=1)[None] for x in range(3)
+    ]
     first = prefill.attend(0, *flat, how)[0].split(prompts)
     cache = KVCache(len(prompts), max(prompts) + steps, [flat[1][0].shape], [flat[2][0].shape], torch.float64, CPU)
     for slot, n in enumerate(prompts):
@@ -137,19 +155,26 @@ def test_decoding_token_by_token_is_one_forward_of_the_whole(prompts: list[int],
         torch.testing.assert_close(first[slot], expected[slot][:n], rtol=0, atol=1e-5)
     for step in range(steps):
         layout = Decode(cache, len(prompts))
-        new = [torch.stack([s[x][:, n + step : n + step + 1] for s, n in zip(samples, prompts, strict=True)]) for x in range(3)]
+        new = [
+            torch.stack([s[x][:, n + step : n + step + 1] for s, n in zip(samples, prompts, strict=True)])
+            for x in range(3)
+        ]
         got = layout.attend(0, *new, how)
         for slot, n in enumerate(prompts):
             torch.testing.assert_close(got[slot, 0], expected[slot][n + step], rtol=0, atol=1e-5)
 
 
-# ---- whole models -----------------------------------------------------------------------------------------------------
+# ---- whole models ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("window", [1, 2, 3, 7, 12, 28, 29, 10_000])
 def test_any_window_gives_the_numbers_of_plain_transformers(folder_of, reference_of, monkeypatch, window: int) -> None:
     """From one token to more than any sample has; prompts have 3 to 9 tokens, samples up to 29."""
-    policy, reference, rollouts = Policy.load(folder_of("mistral"), CPU), reference_of(folder_of("mistral")).model, mixed()
+    policy, reference, rollouts = (
+        Policy.load(folder_of("mistral"), CPU),
+        reference_of(folder_of("mistral")).model,
+        mixed(),
+    )
     for model in (policy.model, reference):
         monkeypatch.setattr(model.config, "sliding_window", window)  # the layers look there in each forward
     expected, expected_gradient = plain(reference, rollouts)
@@ -178,7 +203,7 @@ def test_a_window_that_no_sample_reaches_builds_no_mask() -> None:
     assert [list(bucket._seen) for bucket in trees.buckets] == [[None]]
 
 
-# ---- what loading compares --------------------------------------------------------------------------------------------
+# ---- what loading compares -------------------------------------------------------------------------------------------
 
 
 def test_a_window_that_is_not_handed_to_attention_is_refused_where_rows_reach_it(folder_of) -> None:
@@ -198,6 +223,8 @@ def test_logits_that_are_changed_in_an_unknown_way_are_refused(folder_of, monkey
 
 def test_attention_other_than_the_models_own_is_refused(folder_of, monkeypatch) -> None:
     attend = Packed.attend
-    monkeypatch.setattr(Packed, "attend", lambda self, layer, q, k, v, how: attend(self, layer, q, k, v, replace(how, softcap=None)))
+    monkeypatch.setattr(
+        Packed, "attend", lambda self, layer, q, k, v, how: attend(self, layer, q, k, v, replace(how, softcap=None))
+    )
     with pytest.raises(ModelError, match="computes attention in a way of its own"):
         Policy.load(folder_of("gemma2"), CPU)

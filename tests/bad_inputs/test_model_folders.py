@@ -212,7 +212,9 @@ def test_a_models_own_code_is_not_needed_where_transformers_has_the_model(folder
 def test_a_tokenizer_with_more_base_tokens_than_the_model(folder):
     config(vocab_size=100)(folder)
     weights(lambda w: w.update({"model.embed_tokens.weight": w["model.embed_tokens.weight"][:100].clone()}))(folder)
-    with pytest.raises(ModelError, match="the tokenizer has 256 tokens and the model 100; use the tokenizer that belongs to the model"):
+    with pytest.raises(
+        ModelError, match="the tokenizer has 256 tokens and the model 100; use the tokenizer that belongs to the model"
+    ):
         Policy.load(folder, torch.device("cpu"))
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hybrid_rl.build import build_engine
 from hybrid_rl.config import Config, Deterministic, EngineConfig, EngineKind
 from hybrid_rl.engine import make
 from hybrid_rl.engine.base import EngineDied, EngineError
@@ -78,7 +79,7 @@ def seeds_of(ranks: Ranks, folder: Path, width: int, run_seed: int = 0, **argume
         seed=run_seed, engine=EngineConfig(kind=EngineKind.sglang, tensor_parallel=width, arguments=arguments)
     )
     config.engine.deterministic = Deterministic.never
-    engine = make.make_engine(config, Policy.load(folder, torch.device("cpu"), None, ranks), folder)
+    engine = build_engine(config, Policy.load(folder, torch.device("cpu"), None, ranks))
     engine.restart()
     engine.restart()
     return list(seen)

@@ -17,14 +17,14 @@ from typing import Any
 
 # where the name is looked up when the phase begins
 PHASES = {
-    "load": ["hybrid_rl.stages._build"],
-    "handover": ["hybrid_rl.session.hand_over", "hybrid_rl.rl.take_back", "hybrid_rl.stages.take_back"],
+    "load": ["hybrid_rl.stages.build"],
+    "handover": ["hybrid_rl.handover.hand_over", "hybrid_rl.handover.take_back"],
     "evaluation": ["hybrid_rl.rl.evaluate", "hybrid_rl.stages.evaluate"],
     "sampling": ["hybrid_rl.rollout.collector.sample_groups"],
     "scoring": ["hybrid_rl.rollout.rewards.Scorer.finish"],
     "imitation": ["hybrid_rl.sft.imitate"],
     "update": ["hybrid_rl.learner.Learner.learn"],
-    "rollouts": ["hybrid_rl.session.write_rollouts"],
+    "rollouts": ["hybrid_rl.run_folder.rollouts.write_rollouts"],
     "metrics": ["hybrid_rl.run_folder.metrics.Metrics.write"],
     "copy": ["hybrid_rl.run_folder.checkpoint.begin"],
     "write": ["hybrid_rl.run_folder.checkpoint._write"],

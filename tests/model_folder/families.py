@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from hybrid_rl.config import LoraConfig, PolicyConfig, Precision
+from hybrid_rl.config import LayoutKind, LoraConfig, PolicyConfig, Precision
 from hybrid_rl.engine.base import Request, Sampling
 from hybrid_rl.engine.local import LocalEngine
 from hybrid_rl.handover import hand_over
@@ -162,13 +162,15 @@ def examine(family: str, folder: Path) -> Found:
     holds_the_files_tensors(policy, folder)
     rollouts, recorded = batch(policy)
     for layout in ("trees", "packed", "padded"):
-        close(f"trainer and engine, {layout}", score(policy, rollouts, 1.0, layout, 2048), recorded)
+        policy.settings.layout = LayoutKind(layout)
+        close(f"trainer and engine, {layout}", score(policy, rollouts, 1.0), recorded)
+    policy.settings.layout = LayoutKind.auto
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     close("trainer and plain transformers", recorded, plain_logprobs(plain, rollouts))
     out = folder.with_name(f"{folder.name}_out")
     move(policy)
     policy.export(out)
-    moved = score(policy, rollouts, 1.0, "trees", 2048)
+    moved = score(policy, rollouts, 1.0)
     assert (moved - recorded).abs().max() > 1e-3
     close(
         "export and policy",
@@ -189,7 +191,7 @@ def _adapters(folder: Path, rollouts: list[Rollout]) -> str:
     move(policy)
     out = folder.with_name(f"{folder.name}_merged")
     policy.export(out)
-    ours = score(policy, rollouts, 1.0, "trees", 2048)
+    ours = score(policy, rollouts, 1.0)
     close(
         "merged and policy",
         plain_logprobs(AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32), rollouts),
@@ -219,7 +221,7 @@ def load_everywhere(ranks: Ranks, folders: list[Path], dtype: Precision) -> None
         holds_the_files_tensors(policy, folder, exact=False)
         rollouts, recorded = batch(policy)
         policy.reshard()
-        off = (score(policy, rollouts, 1.0, "trees", 2048) - recorded).abs().max()
+        off = (score(policy, rollouts, 1.0) - recorded).abs().max()
         assert off < (CLOSE * 10 if dtype == Precision.float32 else 1.0), f"{folder.name}: {off:.1e} nats off"
 
 

@@ -127,3 +127,17 @@ def test_a_reward_sees_all_but_the_end_and_padding(folder):
     assert completion_text([*ids, PAD], read) == text
     assert completion_text([*ids, END, 65], read) == f"{text}<|im_end|>b"  # not where it stopped
     assert AutoTokenizer.from_pretrained(folder).decode(ids, skip_special_tokens=True) != text
+
+
+def test_a_tokenizer_that_panics_on_any_text_is_one_line(folder, capfd):
+    """Its regular expression tries every way to split; what the tokenizers library raises then is no Exception."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    split = pre_tokenizers.Split(Regex(r"(.+.+)+(?!.)(?=.)"), "isolated")
+    own = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, own])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    with pytest.raises(ModelError) as raised:
+        read_tokenizer(folder)
+    assert str(raised.value).startswith(f"model.path={folder}: its tokenizer ended with PanicException: ")
+    assert "\n" not in str(raised.value)
+    assert capfd.readouterr().err == ""

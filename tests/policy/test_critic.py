@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -38,12 +38,10 @@ from hybrid_rl.policy.roles import make_critic
 from hybrid_rl.policy.sharding import local
 from hybrid_rl.preflight.budget import Sizes, memory_by_phase, models_beside
 from hybrid_rl.processes.ranks import Ranks
-from hybrid_rl.run_folder import checkpoint
-from hybrid_rl.session import Session
 from hybrid_rl.types import Rollout
 from tests.policy.test_sharding import ADVANTAGES, Recorder, rollouts
 from tests.ranks import on_ranks
-from tests.updates import update
+from tests.updates import rows_of, update
 
 CPU = torch.device("cpu")
 CLIP = 0.5
@@ -64,7 +62,9 @@ def random_head(hidden: int) -> Tensor:
 def with_head(model: ValueModel) -> None:
     weight = model.model.get_output_embeddings().weight
     whole = random_head(weight.shape[1])[None]
-    weight.copy_(distribute_tensor(whole, weight.device_mesh, weight.placements) if isinstance(weight, DTensor) else whole)
+    weight.copy_(
+        distribute_tensor(whole, weight.device_mesh, weight.placements) if isinstance(weight, DTensor) else whole
+    )
 
 
 def critic_of(
@@ -98,60 +98,55 @@ def textbook(folder: Path, batch: list[Rollout]) -> tuple[Tensor, torch.nn.Modul
     return torch.stack(values), model.base_model, head
 
 
-def predicted(ranks: Ranks, folder: Path, settings: PolicyConfig, layout: str, row_tokens: int) -> Tensor:
+def predicted(ranks: Ranks, folder: Path, settings: PolicyConfig) -> Tensor:
     critic = critic_of(folder, settings, ranks)
     with_head(critic.model)
-    values = critic.values(rollouts(), layout, row_tokens)
-    assert ranks.world == 1 or all(isinstance(p, DTensor) for p in critic.model.model.parameters())  # nothing is left whole
+    values = critic.values(rollouts())
+    assert ranks.world == 1 or all(
+        isinstance(p, DTensor) for p in critic.model.model.parameters()
+    )  # nothing is left whole
     assert not values.requires_grad
     return values
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama", "gpt_neox", "gemma", "qwen3_moe"])  # tied heads and untied ones
-@pytest.mark.parametrize(("world", "layout", "row_tokens"), [(1, "trees", 2048), (1, "packed", 40), (1, "padded", 60), (2, "trees", 60)])
+@pytest.mark.parametrize(
+    ("world", "layout", "row_tokens"), [(1, "trees", 2048), (1, "packed", 40), (1, "padded", 60), (2, "trees", 60)]
+)
 def test_values_are_a_head_on_the_hidden_state_before_the_token(folder_of, name, world, layout, row_tokens):
     expected, _, _ = textbook(folder_of(name), rollouts())
     assert expected.std() > 0.3
-    for values in every_rank(world, predicted, folder_of(name), PolicyConfig(), layout, row_tokens):
+    for values in every_rank(world, predicted, folder_of(name), rows_of(layout, row_tokens)):
         assert values.dtype == torch.float32
         torch.testing.assert_close(values.double(), expected.detach(), rtol=1e-4, atol=1e-4)
 
 
 def test_values_in_half_precision_and_on_three_ranks(tiny_folder):
     expected, _, _ = textbook(tiny_folder, rollouts())
-    for values in on_ranks(3, predicted, tiny_folder, PolicyConfig(), "packed", 60):
+    for values in on_ranks(3, predicted, tiny_folder, rows_of("packed", 60)):
         torch.testing.assert_close(values.double(), expected.detach(), rtol=1e-4, atol=1e-4)
-    for values in on_ranks(2, predicted, tiny_folder, PolicyConfig(dtype=Precision.bfloat16), "packed", 60):
+    for values in on_ranks(2, predicted, tiny_folder, rows_of("packed", 60, dtype=Precision.bfloat16)):
         assert 0 < (values - expected).abs().mean() < 0.1
 
 
 def begun(ranks: Ranks, folder: Path, lora_config: LoraConfig, path: str | None) -> dict[str, Any]:
     """A critic beside a policy that was trained before, as SFT does."""
     torch.manual_seed(0)
-    policy = Policy.load(folder, CPU, PolicyConfig(lora=lora_config), ranks)
+    policy = Policy.load(folder, CPU, rows_of(row_tokens=100, lora=lora_config), ranks)
     optimizer = Optimizer(policy.trainable, OptimizerConfig(lr=1e-2), 2, 3)
     for seed in range(2):
-        update(policy, optimizer, rollouts(seed=seed), ADVANTAGES, ppo_loss, 1.0, "trees", 100)
+        update(policy, optimizer, rollouts(seed=seed), ADVANTAGES, ppo_loss)
     before = whole(policy.parameters)
-    critic = make_critic(stand_in(policy, folder, AlgoConfig(critic=CriticConfig(path=path))), 2)
+    critic = make_critic(policy, CriticConfig(path=path), folder, 2, None)
     merged = {name: t.clone() for bucket in policy.buckets(torch.float32, 2**20) for name, t in bucket.items()}
     return {
-        "values": critic.values(rollouts(), "trees", 100),
+        "values": critic.values(rollouts()),
         "weights": whole(critic.model.parameters),
         "policy": merged,
         "policy stays": same(before, whole(policy.parameters)),
         "all trained": critic.model.trainable.keys() == critic.model.parameters.keys(),
         "apart": not {local(p).data_ptr() for p in policy.parameters.values()} & {local(p).data_ptr() for p in critic.model.parameters.values()},
     }  # fmt: skip
-
-
-def stand_in(policy: Policy, folder: Path, algo: AlgoConfig, resumed: checkpoint.Checkpoint | None = None) -> Session:
-    """What make_critic asks a session for."""
-    step = resumed.state["step"] if resumed else 0
-    s = SimpleNamespace(
-        config=Config(algo=algo), policy=policy, model_folder=folder, ranks=policy.ranks, resumed=resumed, resumed_step=lambda stage: step
-    )
-    return cast(Session, s)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama"])
@@ -166,7 +161,9 @@ def test_it_begins_as_the_policy_is_now_and_predicts_nothing(folder_of, name, lo
         found["policy"].pop("lm_head.weight", None)
         assert same(found["weights"], found["policy"])
         plain = dict(AutoModelForCausalLM.from_pretrained(folder_of(name)).named_parameters())
-        assert not torch.equal(found["weights"]["model.layers.0.mlp.up_proj.weight"], plain["model.layers.0.mlp.up_proj.weight"])
+        assert not torch.equal(
+            found["weights"]["model.layers.0.mlp.up_proj.weight"], plain["model.layers.0.mlp.up_proj.weight"]
+        )
 
 
 def test_it_begins_as_another_folder_where_one_is_named(folder_of):
@@ -181,9 +178,9 @@ def test_a_folder_with_other_tokens_is_refused(tiny_folder, tmp_path):
     tiny.create(tmp_path, TinyConfig(layers=1, hidden_size=32, words=["other"]), 0)
     policy = Policy.load(tiny_folder, CPU)
     with pytest.raises(ModelError, match=r"algo\.critic\.path=.* its tokenizer is not the policy's"):
-        make_critic(stand_in(policy, tiny_folder, AlgoConfig(critic=CriticConfig(path=str(tmp_path)))), 1)
+        make_critic(policy, CriticConfig(path=str(tmp_path)), tiny_folder, 1, None)
     with pytest.raises(ModelError, match=r"^algo\.critic\.path=/nowhere"):
-        make_critic(stand_in(policy, tiny_folder, AlgoConfig(critic=CriticConfig(path="/nowhere"))), 1)
+        make_critic(policy, CriticConfig(path="/nowhere"), tiny_folder, 1, None)
 
 
 # ---- what it learns from ---------------------------------------------------------------------------------------------
@@ -231,13 +228,13 @@ def facts(batch: list[Rollout]) -> tuple[Tensor, Tensor, Given]:
     return old, targets, Given(zeros, zeros, zeros, tokens.rollout_index, torch.ones(n), weights, 7.5)
 
 
-def gradient(ranks: Ranks, folder: Path, settings: PolicyConfig, layout: str, row_tokens: int) -> tuple[dict, dict]:
+def gradient(ranks: Ranks, folder: Path, settings: PolicyConfig) -> tuple[dict, dict]:
     critic, batch = critic_of(folder, settings, ranks), rollouts()
     with_head(critic.model)
     recorder = Recorder(critic.model)
     critic.optimizer = cast(Optimizer, recorder)
     recorder.unpark = lambda: None  # type: ignore[attr-defined]
-    statistics = critic.update(batch, *facts(batch), layout, row_tokens)
+    statistics = critic.update(batch, *facts(batch)).numbers
     return recorder.gradient, statistics
 
 
@@ -250,10 +247,14 @@ def check_gradient(folder: Path, results: list[tuple[dict, dict]]) -> None:
     for v, v_old, r, w in zip(values, old.double(), targets.double(), given_.weights.double(), strict=True):
         held = v_old + torch.clamp(v - v_old, -CLIP, CLIP)
         total = total + w * 0.5 * torch.maximum((v - r) ** 2, (held - r) ** 2) / 7.5
-        clips += bool((v - v_old).abs() > CLIP and (held - r) ** 2 > (v - r) ** 2)  # inside the band held is v but for rounding
+        clips += bool(
+            (v - v_old).abs() > CLIP and (held - r) ** 2 > (v - r) ** 2
+        )  # inside the band held is v but for rounding
     total.backward()
     assert 0 < clips < len(old)
-    expected = {f"model.{name}": p.grad for name, p in trunk.named_parameters()} | {"lm_head.weight": cast(Tensor, head.grad)[None]}
+    expected = {f"model.{name}": p.grad for name, p in trunk.named_parameters()} | {
+        "lm_head.weight": cast(Tensor, head.grad)[None]
+    }
     for ours, statistics in results:
         assert statistics["value_loss"] == pytest.approx(total.item(), rel=1e-5)
         assert statistics["value_clip"] == pytest.approx(clips / len(old))
@@ -266,7 +267,7 @@ def check_gradient(folder: Path, results: list[tuple[dict, dict]]) -> None:
 @pytest.mark.parametrize("layout", ["padded", "packed", "trees"])
 @pytest.mark.parametrize("row_tokens", [2048, 60, 30])
 def test_the_gradient_is_the_textbooks_in_every_layout_and_split(tiny_folder, layout, row_tokens):
-    check_gradient(tiny_folder, [gradient(Ranks(), tiny_folder, PolicyConfig(), layout, row_tokens)])
+    check_gradient(tiny_folder, [gradient(Ranks(), tiny_folder, rows_of(layout, row_tokens))])
 
 
 @pytest.mark.parametrize(
@@ -280,17 +281,20 @@ def test_the_gradient_is_the_textbooks_in_every_layout_and_split(tiny_folder, la
     ],
 )
 def test_the_gradient_is_the_same_on_several_ranks(tiny_folder, world, settings):
-    check_gradient(tiny_folder, on_ranks(world, gradient, tiny_folder, settings, "trees", 60))
+    check_gradient(tiny_folder, on_ranks(world, gradient, tiny_folder, replace(settings, row_tokens=60)))
 
 
 def test_a_gradient_that_is_not_finite_is_skipped_and_counted(tiny_folder):
-    critic, batch = critic_of(tiny_folder), rollouts()
+    critic, batch = critic_of(tiny_folder, rows_of(row_tokens=60)), rollouts()
     old, targets, given_ = facts(batch)
     before = whole(critic.model.parameters)
-    statistics = critic.update(batch, old, targets.index_fill(0, torch.tensor([3]), math.nan), given_, "trees", 60)
-    assert statistics["skipped"] == 1.0
+    done = critic.update(batch, old, targets.index_fill(0, torch.tensor([3]), math.nan), given_)
+    assert done.numbers["skipped"] == 1.0
+    assert done.fault is not None
+    assert (done.fault.what, done.fault.task_id) == ("value loss", batch[0].task_id)
     assert same(before, whole(critic.model.parameters))
-    assert critic.update(batch, old, targets, given_, "trees", 60)["skipped"] == 0.0
+    done = critic.update(batch, old, targets, given_)
+    assert (done.numbers["skipped"], done.fault) == (0.0, None)
     assert not same(before, whole(critic.model.parameters))
 
 
@@ -319,17 +323,20 @@ def test_explained_variance_rises_where_the_prompt_tells_the_return(tmp_path, re
     tiny.create(tmp_path, TinyConfig(layers=2, hidden_size=32, intermediate_size=64, head_dim=16), 0)
     critic = critic_of(tmp_path, lr=3e-3, clip=0.2)
     unseen, unseen_returns = predictable(-1, 64)
-    course = [explained(critic.values(unseen, "trees", 2048), unseen_returns)]
+    course = [explained(critic.values(unseen), unseen_returns)]
     for step in range(30):
         batch, returns = predictable(step, 64)
         if not related:
             returns = torch.cat(
-                [torch.rand(1, generator=torch.Generator().manual_seed(i)).round().expand(r.sampled) for i, r in enumerate(batch)]
+                [
+                    torch.rand(1, generator=torch.Generator().manual_seed(i)).round().expand(r.sampled)
+                    for i, r in enumerate(batch)
+                ]
             )
         ones = torch.ones(len(returns))
         given_ = Given(ones, ones, ones, sampled_tokens(batch).rollout_index, ones, ones, float(len(returns)))
-        critic.update(batch, critic.values(batch, "trees", 2048), returns, given_, "trees", 2048)
-    course.append(explained(critic.values(unseen, "trees", 2048), unseen_returns))
+        critic.update(batch, critic.values(batch), returns, given_)
+    course.append(explained(critic.values(unseen), unseen_returns))
     assert course[0] == 0.0
     assert course[1] > 0.9 if related else course[1] < 0.1, course
 
@@ -338,16 +345,18 @@ def test_explained_variance_rises_where_the_prompt_tells_the_return(tmp_path, re
 
 
 def storages(critic: Critic) -> int:
-    tensors = [*critic.model.parameters.values(), *(t for n, t in critic.optimizer.tensors().items() if not n.endswith(".step"))]
+    tensors = [
+        *critic.model.parameters.values(),
+        *(t for n, t in critic.optimizer.tensors().items() if not n.endswith(".step")),
+    ]
     return sum({(s := local(t).untyped_storage()).data_ptr(): s.size() for t in tensors}.values())
 
 
 def parked(ranks: Ranks, folder: Path, settings: PolicyConfig) -> dict[str, Any]:
-    critic, batch = critic_of(folder, settings, ranks), rollouts()
-    how = ("trees", 60)
-    critic.update(batch, *facts(batch), *how)
+    critic, batch = critic_of(folder, replace(settings, row_tokens=60), ranks), rollouts()
+    critic.update(batch, *facts(batch))
     values, weights, moments, full = (
-        critic.values(batch, *how),
+        critic.values(batch),
         whole(critic.model.parameters),
         whole(critic.optimizer.tensors()),
         storages(critic),
@@ -355,19 +364,20 @@ def parked(ranks: Ranks, folder: Path, settings: PolicyConfig) -> dict[str, Any]
     critic.park()
     critic.park()
     idle = storages(critic)
-    found = {"idle": idle / full, "values": torch.equal(critic.values(batch, *how), values)}
+    found = {"idle": idle / full, "values": torch.equal(critic.values(batch), values)}
     critic.park()
     critic.unpark()
     found["weights"] = same(weights, whole(critic.model.parameters))
     found["moments"] = same(moments, whole(critic.optimizer.tensors()))
     critic.park()
-    critic.update(batch, *facts(batch), *how)
+    critic.update(batch, *facts(batch))
     found["learns"] = not same(weights, whole(critic.model.parameters))
     return found
 
 
 @pytest.mark.parametrize(
-    ("world", "offload"), [(1, Offload.none), (1, Offload.all), (2, Offload.none), (2, Offload.optimizer), (2, Offload.all)]
+    ("world", "offload"),
+    [(1, Offload.none), (1, Offload.all), (2, Offload.none), (2, Offload.optimizer), (2, Offload.all)],
 )
 def test_where_it_waits_while_the_engine_samples(tiny_folder, world, offload):
     """On the CPU as policy.offload says; on one rank the weights stay, for they lie in a mapped file."""
@@ -383,7 +393,9 @@ def test_the_plan_counts_it(tiny_folder):
         parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(shape).parameters())
     beside = models_beside(Config(algo=algo), parameters)
     assert beside == {"critic": parameters}
-    assert models_beside(Config(algo=AlgoConfig(advantage=GAE, critic=CriticConfig(path=str(tiny_folder)))), 1) == beside
+    assert (
+        models_beside(Config(algo=AlgoConfig(advantage=GAE, critic=CriticConfig(path=str(tiny_folder)))), 1) == beside
+    )
     with pytest.raises(ModelError, match=r"algo\.critic\.path=/nowhere cannot be loaded"):
         models_beside(Config(algo=AlgoConfig(advantage=GAE, critic=CriticConfig(path="/nowhere"))), 1)
     assert models_beside(Config(), parameters) == {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -31,44 +32,45 @@ from hybrid_rl.policy.model import Policy
 from hybrid_rl.policy.optimizer import Optimizer
 from hybrid_rl.policy.roles import make_critic
 from hybrid_rl.processes.ranks import Ranks
-from hybrid_rl.report.console import Console
 from hybrid_rl.rl import train_rl
 from hybrid_rl.rollout.rewards import Scorer
 from hybrid_rl.run_folder import checkpoint
 from hybrid_rl.run_folder.checkpoint import CheckpointError
-from hybrid_rl.run_folder.metrics import Metrics
-from hybrid_rl.session import Session
+from hybrid_rl.run_folder.saver import Saver
 from hybrid_rl.types import Task
-from tests.policy.test_critic import CLIP, CPU, GAE, critic_of, every_rank, facts, same, stand_in, whole
+from tests.policy.test_critic import CLIP, CPU, GAE, critic_of, every_rank, facts, same, whole
 from tests.policy.test_sharding import ADVANTAGES, rollouts
 from tests.ranks import on_ranks
-from tests.updates import update
+from tests.sessions import make_session
+from tests.updates import rows_of, update
+
+ROWS = rows_of(row_tokens=60)
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
 def save_trained(ranks: Ranks, folder: Path, root: Path, updates: int) -> tuple[dict, dict, Tensor]:
-    policy, critic, batch = Policy.load(folder, CPU, PolicyConfig(), ranks), critic_of(folder, None, ranks), rollouts()
+    policy, critic, batch = Policy.load(folder, CPU, ROWS, ranks), critic_of(folder, ROWS, ranks), rollouts()
     optimizer = Optimizer(policy.trainable, OptimizerConfig(lr=1e-2), 2, 3)
-    update(policy, optimizer, batch, ADVANTAGES, ppo_loss, 1.0, "trees", 60)
+    update(policy, optimizer, batch, ADVANTAGES, ppo_loss)
     for _ in range(updates):
-        critic.update(batch, *facts(batch), "trees", 60)
-    checkpoint.save(root, "rl", 1, policy, optimizer, {}, 1, {"critic": (critic.model, critic.optimizer)})
+        critic.update(batch, *facts(batch))
+    checkpoint.begin(root, "rl", 1, policy, optimizer, {}, {"critic": (critic.model, critic.optimizer)}).publish(1)
     return whole(critic.model.parameters), whole(critic.optimizer.tensors()), goes_on(critic)
 
 
 def goes_on(critic: Critic) -> Tensor:
     batch = rollouts()
-    critic.update(batch, *facts(batch), "trees", 60)
-    return critic.values(batch, "trees", 60)
+    critic.update(batch, *facts(batch))
+    return critic.values(batch)
 
 
 def restore_trained(ranks: Ranks, folder: Path, root: Path) -> tuple[dict, dict, Tensor]:
-    policy = Policy.load(folder, CPU, PolicyConfig(offload=Offload.all), ranks)
+    policy = Policy.load(folder, CPU, rows_of(row_tokens=60, offload=Offload.all), ranks)
     found = ranks.from_main(lambda: checkpoint.latest(root))
     found.restore_policy(policy)
-    algo = AlgoConfig(critic=CriticConfig(clip=CLIP, optimizer=OptimizerConfig(lr=1e-3)))
-    critic = make_critic(stand_in(policy, folder, algo, found), 10)
+    config = CriticConfig(clip=CLIP, optimizer=OptimizerConfig(lr=1e-3))
+    critic = make_critic(policy, config, folder, 10, partial(found.restore_role, "critic"))
     critic.unpark()
     assert critic.optimizer.steps == found.state["critic_optimizer"]["steps"]
     return whole(critic.model.parameters), whole(critic.optimizer.tensors()), goes_on(critic)
@@ -114,7 +116,7 @@ def other_critic(ranks: Ranks, folder: Path, other: Path, root: Path) -> str:
     found = ranks.from_main(lambda: checkpoint.latest(root))
     found.restore_policy(policy)
     with pytest.raises(CheckpointError) as caught:
-        make_critic(stand_in(policy, folder, AlgoConfig(critic=CriticConfig(path=str(other))), found), 10)
+        make_critic(policy, CriticConfig(path=str(other)), folder, 10, partial(found.restore_role, "critic"))
     return str(caught.value)
 
 
@@ -142,11 +144,11 @@ class Killed(Exception):
     pass
 
 
-class Dying(Session):
+class Dying(Saver):
     die_after = -1
 
-    def save_checkpoint(self, stage, step, optimizer, critic=None, **state):
-        super().save_checkpoint(stage, step, optimizer, critic, **state)
+    def save(self, stage, step, optimizer=None, critic=None, **state):
+        super().save(stage, step, optimizer, critic, **state)
         if critic:
             critic.park()  # as before every handover
         if step == self.die_after:
@@ -175,31 +177,35 @@ def ppo(
         resumed.restore_policy(policy)
     else:  # SFT, say
         optimizer = Optimizer(policy.trainable, OptimizerConfig(lr=1e-2), 1, 3)
-        update(policy, optimizer, rollouts(), ADVANTAGES, ppo_loss, 1.0, "trees", 100)
-    tasks = {name: [Task(f"{name}{i}", ({"role": "user", "content": "x" * (i + 1)},), str(i)) for i in range(8)] for name in ("rl", "eval")}
+        update(policy, optimizer, rollouts(), ADVANTAGES, ppo_loss)
+    tasks = {
+        name: [Task(f"{name}{i}", ({"role": "user", "content": "x" * (i + 1)},), str(i)) for i in range(8)]
+        for name in ("rl", "eval")
+    }
     engine = LocalEngine(policy.sampler, policy.end_ids(), 16, 64, CPU, policy.dtype)
     scorer = Scorer({"_target_": f"tests.rewards.{reward}"}, workers=1, timeout=5)
-    metrics = Metrics(folder / "metrics.jsonl" if ranks.main else None, keep_lines=resumed.state["metrics_lines"] if resumed else 0)
     sets = TaskSets([], tasks["rl"], tasks["eval"])
-    s = Dying(config, folder, model_folder, policy, engine, sets, scorer, metrics, Console(quiet=True), resumed)
-    if resumed:
-        s.version = resumed.state["version"]
-    s.die_after = die_after
+    s = make_session(config, folder, policy, engine, sets, scorer, resumed=resumed, quiet=True)
+    s.saver = Dying(folder / "checkpoints", config, policy, s.metrics, s.progress)
+    s.saver.die_after = die_after
     try:
         if not resumed:
-            s.save_checkpoint("rl", 0, None)
+            s.saver.save("rl", 0)
         train_rl(s)
     except Killed:
         pass
     finally:
         scorer.close()
-        metrics.close()
+        s.metrics.close()
 
 
 def lines(folder: Path) -> list[dict]:
     """What was reported, but for what a clock or the machine's memory said."""
     read = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in ("seconds", "memory", "memory_gib", "tokens_per_second")} for line in read]
+    return [
+        {k: v for k, v in line.items() if k not in ("seconds", "memory", "memory_gib", "tokens_per_second")}
+        for line in read
+    ]
 
 
 @pytest.mark.parametrize(
@@ -220,7 +226,9 @@ def test_a_killed_run_goes_on_to_the_same_numbers(tiny_folder, tmp_path, world, 
     for name in ("killed", "killed early"):
         assert lines(tmp_path / name) == expected
         for part in ("policy", "optimizer", "critic", "critic_optimizer"):
-            ours, theirs = (load_all(tmp_path / run / "checkpoints" / "rl_000003", part, world) for run in (name, "whole"))
+            ours, theirs = (
+                load_all(tmp_path / run / "checkpoints" / "rl_000003", part, world) for run in (name, "whole")
+            )
             assert same(ours, theirs), part
     begin, end = (load_all(tmp_path / "whole" / "checkpoints" / f"rl_00000{i}", "critic", world) for i in (1, 3))
     assert not same(begin, end)
@@ -229,7 +237,11 @@ def test_a_killed_run_goes_on_to_the_same_numbers(tiny_folder, tmp_path, world, 
 
 
 def load_all(folder: Path, part: str, world: int) -> dict[str, Tensor]:
-    return {f"{i} {name}": t for i in range(world) for name, t in load_file(folder / f"{part}.{i:05d}-of-{world:05d}.safetensors").items()}
+    return {
+        f"{i} {name}": t
+        for i in range(world)
+        for name, t in load_file(folder / f"{part}.{i:05d}-of-{world:05d}.safetensors").items()
+    }
 
 
 def test_it_learns_alone_while_it_warms_up(tiny_folder, tmp_path):

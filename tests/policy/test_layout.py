@@ -50,12 +50,21 @@ def mixed(seed: int = 0) -> list[Rollout]:
     for group in range(3):
         prompt = ids(rng.randint(3, 9))
         batch += [rollout(prompt, [(True, ids(rng.randint(1, 20)))], group) for _ in range(4)]
-        batch.append(rollout(prompt, [(True, ids(4)), (False, ids(5)), (True, ids(3))], group))  # a tool's answer between
+        batch.append(
+            rollout(prompt, [(True, ids(4)), (False, ids(5)), (True, ids(3))], group)
+        )  # a tool's answer between
         batch.append(rollout(prompt, [], group))  # an empty completion
-    return [*batch, rollout([7], [(True, [9])]), rollout(ids(6), [(False, ids(2)), (True, ids(2))]), rollout([7], [(True, ids(12))])]
+    return [
+        *batch,
+        rollout([7], [(True, [9])]),
+        rollout(ids(6), [(False, ids(2)), (True, ids(2))]),
+        rollout([7], [(True, ids(12))]),
+    ]
 
 
-def run(policy: Policy, rollouts: list[Rollout], layout: str, row_tokens: int, temperature: float = 0.6) -> tuple[Tensor, Tensor]:
+def run(
+    policy: Policy, rollouts: list[Rollout], layout: str, row_tokens: int, temperature: float = 0.6
+) -> tuple[Tensor, Tensor]:
     """log π [N] of all sampled tokens, and the gradient of their weighted token mean, all parameters end to end."""
     weights = torch.linspace(-1, 1, len(sampled_tokens(rollouts)))
     logprobs = torch.full((len(weights),), math.nan)
@@ -98,7 +107,9 @@ def test_first_fit_decreasing(capacity: int, data: st.DataObject) -> None:
     assert all(b for b in bins)
     assert all(load <= capacity for load in loads)
     # first fit: what opened a bin had no room in any bin before it
-    assert all(loads[earlier] + sizes[bins[later][0]] > capacity for later in range(len(bins)) for earlier in range(later))
+    assert all(
+        loads[earlier] + sizes[bins[later][0]] > capacity for later in range(len(bins)) for earlier in range(later)
+    )
     lower = max(math.ceil(sum(sizes) / capacity), sum(size > capacity / 2 for size in sizes))
     assert len(bins) <= 2 * lower + 1  # any two neighbours together fill more than one bin
     assert first_fit_decreasing(sizes, capacity) == bins
@@ -136,7 +147,9 @@ def test_128_rollouts_of_150_tokens_make_10_rows_of_2048() -> None:
 
 @given(rollouts=batches(), layout=st.sampled_from(LAYOUTS), row_tokens=st.sampled_from([26, 40, 2048]))
 @settings(max_examples=150)
-def test_every_sampled_token_is_predicted_once_from_the_token_before_it(rollouts: list[Rollout], layout: str, row_tokens: int) -> None:
+def test_every_sampled_token_is_predicted_once_from_the_token_before_it(
+    rollouts: list[Rollout], layout: str, row_tokens: int
+) -> None:
     places = [(i, t) for i, r in enumerate(rollouts) for t, m in enumerate(r.loss_mask) if m]
     facts = sampled_tokens(rollouts)
     assert len(facts) == len(places)
@@ -146,7 +159,9 @@ def test_every_sampled_token_is_predicted_once_from_the_token_before_it(rollouts
     assert sorted(n for row in rows for n in row.token_index.tolist()) == list(range(len(places)))
     assert all(len(row.input_ids) <= row_tokens for row in rows)
     for row in rows:
-        for at, target, number in zip(row.predict_at.tolist(), row.targets.tolist(), row.token_index.tolist(), strict=True):
+        for at, target, number in zip(
+            row.predict_at.tolist(), row.targets.tolist(), row.token_index.tolist(), strict=True
+        ):
             i, t = places[number]
             ids = rollouts[i].token_ids
             assert (target, row.input_ids[at].item(), row.position_ids[at].item()) == (ids[t], ids[t - 1], t - 1)
@@ -175,7 +190,9 @@ def test_any_batch_has_one_result_in_all_layouts(tiny_folder: Path, reference_of
     for layout in LAYOUTS:
         logprobs, gradient = run(policy, rollouts, layout, 40)
         torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-5)
-        torch.testing.assert_close(gradient, expected_gradient, rtol=1e-3, atol=1e-4 * expected_gradient.abs().max().item() + 1e-7)
+        torch.testing.assert_close(
+            gradient, expected_gradient, rtol=1e-3, atol=1e-4 * expected_gradient.abs().max().item() + 1e-7
+        )
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama"])
@@ -197,7 +214,9 @@ def test_samples_of_a_row_do_not_see_each_other(policy: Policy, layout: str) -> 
     changed = list(rollouts)
     # other tokens in one branch of a tree, in a whole sample, and a sample's neighbour of one token
     old = rollouts[1]
-    changed[1] = rollout(old.token_ids[: old.prompt_length], [(True, [(t + 1) % 256 for t in old.token_ids[old.prompt_length :]])])
+    changed[1] = rollout(
+        old.token_ids[: old.prompt_length], [(True, [(t + 1) % 256 for t in old.token_ids[old.prompt_length :]])]
+    )
     changed[-2] = rollout([11] * 6, [(False, [12, 13]), (True, [14, 15])])
     assert len(pack(rollouts, layout, 2048)) == 1
     assert [len(r.token_ids) for r in rollouts] == [len(r.token_ids) for r in changed]

@@ -11,7 +11,9 @@ from torch.utils._pytree import tree_leaves
 from hybrid_rl.policy.logprobs import token_cross_entropy, token_logprobs
 
 
-def problem(tokens: int, vocabulary: int, seed: int = 0, scale: float = 1.0, dim: int = 8) -> tuple[Tensor, nn.Linear, Tensor]:
+def problem(
+    tokens: int, vocabulary: int, seed: int = 0, scale: float = 1.0, dim: int = 8
+) -> tuple[Tensor, nn.Linear, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     hidden = (scale * torch.randn(tokens, dim, generator=generator)).requires_grad_()
     head = nn.Linear(dim, vocabulary, bias=False)
@@ -39,7 +41,12 @@ def test_logprobs_and_entropy_are_those_of_the_definition(temperature: float, ch
     torch.testing.assert_close(entropy.double(), expected_entropy, rtol=1e-5, atol=1e-5)
 
 
-@given(tokens=st.integers(1, 17), chunk=st.integers(1, 20), temperature=st.sampled_from([0.6, 1.0]), seed=st.integers(0, 99))
+@given(
+    tokens=st.integers(1, 17),
+    chunk=st.integers(1, 20),
+    temperature=st.sampled_from([0.6, 1.0]),
+    seed=st.integers(0, 99),
+)
 def test_chunks_change_neither_values_nor_gradients(tokens: int, chunk: int, temperature: float, seed: int) -> None:
     weights = torch.randn(tokens, generator=torch.Generator().manual_seed(seed))
     results = []
@@ -123,7 +130,9 @@ def test_logits_of_more_than_a_chunk_never_exist(chunk: int) -> None:
         logprobs.sum().backward()
     logits = chunk * 500 * 4
     assert memory.largest == logits
-    assert 2 * logits <= memory.peak < 7 * logits  # a few chunks alive at a time, forward and backward; the batch has 32
+    assert (
+        2 * logits <= memory.peak < 7 * logits
+    )  # a few chunks alive at a time, forward and backward; the batch has 32
 
 
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.15])

@@ -17,30 +17,28 @@ from hybrid_rl import replay
 from hybrid_rl.config import AlgoConfig, Config, OldLogprobs, OptimizerConfig, PolicyConfig, Reference
 from hybrid_rl.data import TaskSets
 from hybrid_rl.handover import HandoverError, hand_over
-from hybrid_rl.learner import Learner
+from hybrid_rl.learner import Learner, make_learner
 from hybrid_rl.policy.model import Policy
 from hybrid_rl.policy.numbers import Fault, broken_weight, find, finite
 from hybrid_rl.policy.optimizer import Optimizer, TrainingDiverged
 from hybrid_rl.policy.update import imitate
 from hybrid_rl.processes.ranks import Ranks
-from hybrid_rl.report.console import Console
-from hybrid_rl.run_folder.metrics import Metrics
 from hybrid_rl.session import Session
 from hybrid_rl.sft import train_sft
 from tests.ranks import on_ranks
+from tests.sessions import make_session
 from tests.test_learner import batch, part
 
 BROKEN = "tests.broken"
 
 
-def session(policy: Policy, folder: Path, ranks: Ranks | None = None, **algo: Any) -> Session:
-    config = Config(algo=AlgoConfig(**{"advantage": part("mean_only.advantages"), "loss": part("reinforce.loss"), **algo}))
+def session(policy: Policy, folder: Path, **algo: Any) -> Session:
+    config = Config(
+        algo=AlgoConfig(**{"advantage": part("mean_only.advantages"), "loss": part("reinforce.loss"), **algo})
+    )
     config.rl.optimizer = config.algo.critic.optimizer = OptimizerConfig(lr=1e-3)
     config.policy = policy.settings
-    main = ranks is None or ranks.main
-    metrics = Metrics(folder / "metrics.jsonl" if main else None)
-    model_folder = Path(policy.model.config._name_or_path)
-    return Session(config, folder, model_folder, policy, None, TaskSets([], [], []), None, metrics, Console(quiet=not main))  # type: ignore[arg-type]
+    return make_session(config, folder, policy)
 
 
 def weights(policy: Policy) -> list[torch.Tensor]:
@@ -49,6 +47,13 @@ def weights(policy: Policy) -> list[torch.Tensor]:
 
 def unmoved(policy: Policy, before: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b.detach()) for a, b in zip(before, policy.parameters.values(), strict=True))
+
+
+def faults_of(learner: Learner) -> list[Fault]:
+    """The faults that the learner names from now on."""
+    found, keep = [], learner.keep
+    learner.keep = lambda bad, fault, model: (found.append(fault), keep(bad, fault, model))
+    return found
 
 
 def rollout_4() -> str:
@@ -67,8 +72,14 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         f"advantage is -inf at {at(-1)}",
     ),
     "loss": ({"loss": {"_target_": f"{BROKEN}.loss", "rollout": 4}}, f"loss is nan at {at(-1)}"),
-    "infinite loss": ({"loss": {"_target_": f"{BROKEN}.loss", "rollout": 4, "value": "inf"}}, f"loss is inf at {at(-1)}"),
-    "gradient": ({"loss": {"_target_": f"{BROKEN}.steep", "rollout": 4}}, "gradient of model.embed_tokens.weight is nan"),
+    "infinite loss": (
+        {"loss": {"_target_": f"{BROKEN}.loss", "rollout": 4, "value": "inf"}},
+        f"loss is inf at {at(-1)}",
+    ),
+    "gradient": (
+        {"loss": {"_target_": f"{BROKEN}.steep", "rollout": 4}},
+        "gradient of model.embed_tokens.weight is nan",
+    ),
     "correction": (
         {"correction": {"x": {"_target_": f"{BROKEN}.correct", "rollout": 4}}, "old_logprobs": OldLogprobs.recomputed},
         f"correction is inf at {at(0)}",
@@ -79,16 +90,20 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_a_number_that_is_not_finite_is_named_its_step_skipped_and_its_batch_replayed(policy, tmp_path, capsys, case):
     algo, said = CASES[case]
-    learner, before = Learner(session(policy, tmp_path, **algo), 0), weights(policy)
+    learner, before = make_learner(session(policy, tmp_path, **algo), 0), weights(policy)
+    faults = faults_of(learner)
     numbers, _ = learner.learn(batch(), 12)
     assert numbers["skipped"] == 1
-    assert (learner.optimizer.bad, str(learner.optimizer.fault)) == (1, said)
+    assert (learner.optimizer.bad, list(map(str, faults))) == (1, [said])
     assert unmoved(policy, before)
     folder = tmp_path / "bad" / "step_000012"
     target = algo.get("loss", {"_target_": ""})["_target_"]
     own = ["--loss", target] if target.startswith(BROKEN) else []
     command = " ".join([str(folder), *own])
-    assert capsys.readouterr().out == f"step 12: {said}; the update is skipped; the batch is kept: python -m hybrid_rl.replay {command}\n"
+    assert (
+        capsys.readouterr().out
+        == f"step 12: {said}; the update is skipped; the batch is kept: python -m hybrid_rl.replay {command}\n"
+    )
     assert json.loads((folder / "batch.json").read_text())["fault"]["what"] in said
     assert replay.main([str(folder), "--device", "cpu", *own]) == 1
     output = capsys.readouterr().out
@@ -124,18 +139,26 @@ def test_a_models_log_probabilities_and_values(folder_of, tmp_path, capsys, wher
         "teacher": {"advantage": part("opd.advantages"), "teacher": str(folder)}, "value": {"advantage": part("gae.advantages")},
     }[where]  # fmt: skip
     s = session(good, tmp_path, **algo)
-    learner = Learner(s, 0)
-    broken = {"reference": lambda: learner.reference.model, "teacher": lambda: learner.teacher.model, "value": lambda: learner.critic.model}
+    learner = make_learner(s, 0)
+    faults = faults_of(learner)
+    broken = {
+        "reference": lambda: learner.roles.reference.model,
+        "teacher": lambda: learner.roles.teacher.model,
+        "value": lambda: learner.critic.model,
+    }
     with_bad_embedding(broken.get(where, lambda: good)(), token)
     if where == "current":  # weights that are broken already: no skipped step would help
         with pytest.raises(
-            TrainingDiverged, match=r"after the update of step 3 the policy's model\.embed_tokens\.weight is infinite or NaN"
+            TrainingDiverged,
+            match=r"after the update of step 3 the policy's model\.embed_tokens\.weight is infinite or NaN",
         ):
             learner.learn(b, 3)
     else:
         assert learner.learn(b, 3)[0]["skipped"] == 1
-    fault = learner.optimizer.fault
-    name = {"current": "log-probability", "value": "value"}.get(where, f"{where}'s log-probability").replace("recomputed's", "recomputed")
+    (fault,) = faults
+    name = {"current": "log-probability", "value": "value"}.get(where, f"{where}'s log-probability").replace(
+        "recomputed's", "recomputed"
+    )
     assert fault.what == name
     assert (fault.group_id, fault.index) == min((r.group_id, r.index) for r in affected)
     assert replay.main([str(tmp_path)]) == 1
@@ -150,12 +173,12 @@ def test_a_models_log_probabilities_and_values(folder_of, tmp_path, capsys, wher
 def test_the_critics_own_update(policy, tmp_path, capsys):
     """Its loss overflows: values and targets are finite, their squared difference is not."""
     s = session(policy, tmp_path, advantage=part("gae.advantages"))
-    learner, b = Learner(s, 0), batch()
+    learner, b = make_learner(s, 0), batch()
+    faults = faults_of(learner)
     for r in b.rollouts:
         r.reward = r.outcome = 1e30 if r is b.rollouts[4] else 0.0
     learner.learn(b, 1)
-    assert learner.critic.optimizer.fault.what == "value loss"
-    assert (learner.critic.optimizer.fault.group_id, learner.critic.optimizer.fault.index) == (1, 1)
+    assert (faults[0].what, faults[0].group_id, faults[0].index) == ("value loss", 1, 1)
     assert json.loads((tmp_path / "bad" / "step_000001" / "batch.json").read_text())["kind"] == "critic"
     assert replay.main([str(tmp_path)]) == 1
     assert "first:    value loss is inf at task t1, group 1, rollout 1" in capsys.readouterr().out
@@ -164,7 +187,7 @@ def test_the_critics_own_update(policy, tmp_path, capsys):
 def test_bad_steps_in_a_row_end_the_run_and_only_the_first_three_are_kept(policy, tmp_path):
     s = session(policy, tmp_path, **CASES["loss"][0])
     s.config.policy.max_bad_steps = 5
-    learner = Learner(s, 0)
+    learner = make_learner(s, 0)
     for step in range(1, 5):
         learner.learn(batch(), step)
     with pytest.raises(TrainingDiverged, match=r"not finite 5 steps in a row, the last: loss is nan at task t1"):
@@ -173,23 +196,25 @@ def test_bad_steps_in_a_row_end_the_run_and_only_the_first_three_are_kept(policy
 
 
 def test_a_sound_batch_after_a_bad_one_starts_the_count_again(policy, tmp_path):
-    learner = Learner(session(policy, tmp_path), 0)
-    b = batch()
+    learner = make_learner(session(policy, tmp_path), 0)
+    b, faults = batch(), faults_of(learner)
     b.rollouts[0].reward = math.nan
     learner.learn(b, 1)
     assert learner.optimizer.bad == 1
-    assert learner.optimizer.fault == Fault("reward", learner.optimizer.fault.value, "t0", 0, 0)
+    assert faults == [Fault("reward", faults[0].value, "t0", 0, 0)]
     numbers, _ = learner.learn(batch(), 2)
     assert numbers["skipped"] == 0
-    assert (learner.optimizer.bad, learner.optimizer.fault) == (0, None)
+    assert (learner.optimizer.bad, len(faults)) == (0, 1)
     assert not list(tmp_path.glob("bad/step_000002"))
 
 
 def test_weights_that_an_update_broke_end_the_run_before_anyone_uses_them(policy, tmp_path):
     s = session(policy, tmp_path)
     s.config.rl.optimizer.lr = 3e38
-    with pytest.raises(TrainingDiverged, match=r"after the update of step 7 the policy's model\.\S+ is infinite or NaN"):
-        Learner(s, 0).learn(batch(), 7)
+    with pytest.raises(
+        TrainingDiverged, match=r"after the update of step 7 the policy's model\.\S+ is infinite or NaN"
+    ):
+        make_learner(s, 0).learn(batch(), 7)
 
 
 def test_broken_weights_are_not_handed_over(policy):
@@ -199,7 +224,9 @@ def test_broken_weights_are_not_handed_over(policy):
     hand_over(policy, engine, 3)
     with torch.no_grad():
         policy.model.model.norm.weight[0] = math.inf
-    with pytest.raises(HandoverError, match=r"model\.norm\.weight of the policy's weights is infinite or NaN \(version 4\)"):
+    with pytest.raises(
+        HandoverError, match=r"model\.norm\.weight of the policy's weights is infinite or NaN \(version 4\)"
+    ):
         hand_over(policy, engine, 4)
     assert engine.version == 3
 
@@ -210,10 +237,12 @@ def test_sft_names_its_example(policy, tmp_path, capsys, folder_of):
     token = demonstrations[3].token_ids[demonstrations[3].prompt_length - 1]  # of the second task's prompt
     with_bad_embedding(policy, token)
     optimizer, before = Optimizer(policy.trainable, OptimizerConfig(), 10, 2), weights(policy)
-    assert imitate(policy, optimizer, demonstrations, 0.0, "trees", 2048)["skipped"] == 1
-    assert optimizer.fault.what == "loss"
-    assert optimizer.fault.task_id == next(r.task_id for r in demonstrations if token in r.token_ids[:-1])
-    assert all(a.isfinite().all() == b.isfinite().all() for a, b in zip(before, policy.parameters.values(), strict=True))
+    done = imitate(policy, optimizer, demonstrations, 0.0)
+    assert (done.numbers["skipped"], done.fault.what) == (1, "loss")
+    assert done.fault.task_id == next(r.task_id for r in demonstrations if token in r.token_ids[:-1])
+    assert all(
+        a.isfinite().all() == b.isfinite().all() for a, b in zip(before, policy.parameters.values(), strict=True)
+    )
 
 
 def test_an_sft_run_keeps_its_batch_and_ends(tmp_path, capsys, folder_of):
@@ -237,7 +266,7 @@ def test_an_sft_run_keeps_its_batch_and_ends(tmp_path, capsys, folder_of):
 def test_replay_says_what_is_missing(tmp_path, capsys, policy):
     assert replay.main([str(tmp_path)]) == 2
     assert "holds no kept batch" in capsys.readouterr().err
-    Learner(session(policy, tmp_path, **CASES["loss"][0]), 0).learn(batch(), 1)
+    make_learner(session(policy, tmp_path, **CASES["loss"][0]), 0).learn(batch(), 1)
     (tmp_path / "bad" / "step_000001" / "weights_000001" / "COMPLETE").unlink()
     assert replay.main([str(tmp_path), "--loss", f"{BROKEN}.loss"]) == 2
     assert "holds no complete weights" in capsys.readouterr().err
@@ -251,10 +280,19 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "imported": ({"_target_": "hybrid_rl.algo.ppo_clip.torch.load"}, "is not a loss of hybrid_rl"),
     "no file of algo": ({"_target_": "hybrid_rl.run_folder.files.write_text"}, "is not a loss of hybrid_rl"),
     "imported name": ({"_target_": "hybrid_rl.algo.ppo_clip.Tensor"}, "is not a loss of hybrid_rl"),
-    "nested": ({"_target_": "hybrid_rl.algo.ppo_clip.loss", "clip_low": {"_target_": "MARK"}}, "an argument with _target_"),
-    "deeper": ({"_target_": "hybrid_rl.algo.ppo_clip.loss", "clip_low": [{"a": {"_target_": "MARK"}}]}, "an argument with _target_"),
+    "nested": (
+        {"_target_": "hybrid_rl.algo.ppo_clip.loss", "clip_low": {"_target_": "MARK"}},
+        "an argument with _target_",
+    ),
+    "deeper": (
+        {"_target_": "hybrid_rl.algo.ppo_clip.loss", "clip_low": [{"a": {"_target_": "MARK"}}]},
+        "an argument with _target_",
+    ),
     "arguments": ({"_target_": "hybrid_rl.algo.ppo_clip.loss", "_args_": [1]}, "an argument with _args_"),
-    "nested in one's own": ({"_target_": "tests.broken.loss", "rollout": {"_target_": "MARK"}}, "an argument with _target_"),
+    "nested in one's own": (
+        {"_target_": "tests.broken.loss", "rollout": {"_target_": "MARK"}},
+        "an argument with _target_",
+    ),
     "a number": ({"_target_": 3}, "is not a loss of hybrid_rl"),
 }
 
@@ -263,7 +301,9 @@ HOSTILE: dict[str, tuple[Any, str]] = {
 def test_replay_runs_nothing_that_a_folder_names(case, tmp_path, capsys):
     """The marked target would leave a file; with a loss of one's own named, no other is allowed."""
     (tmp_path / "batch.json").write_text('{"kind": "policy"}')
-    mark = json.dumps(HOSTILE[case][0]).replace('"MARK"', json.dumps("pathlib.Path.touch") + f', "self": "{tmp_path}/ran"')
+    mark = json.dumps(HOSTILE[case][0]).replace(
+        '"MARK"', json.dumps("pathlib.Path.touch") + f', "self": "{tmp_path}/ran"'
+    )
     (tmp_path / "config.yaml").write_text('{"algo": {"loss": ' + mark + "}}")
     assert replay.main([str(tmp_path), "--loss", "tests.broken.loss"]) == 2
     said = capsys.readouterr()
@@ -272,7 +312,9 @@ def test_replay_runs_nothing_that_a_folder_names(case, tmp_path, capsys):
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("text", ["[", "[]", "a: ${b}", "algo: 3", "[" * 5000, "algo: {loss: {_target_: '${oc.env:NO_SUCH}'}}"])
+@pytest.mark.parametrize(
+    "text", ["[", "[]", "a: ${b}", "algo: 3", "[" * 5000, "algo: {loss: {_target_: '${oc.env:NO_SUCH}'}}"]
+)
 def test_replay_of_a_damaged_folder_is_one_line(text, tmp_path, capsys):
     (tmp_path / "batch.json").write_text('{"kind": "policy"}')
     (tmp_path / "config.yaml").write_text(text)
@@ -298,18 +340,19 @@ def test_only_faults_are_found():
 
 def learns_on(ranks: Ranks, folder: Path, out: Path, algo: dict[str, Any], settings: PolicyConfig) -> tuple[Any, ...]:
     policy = Policy.load(folder, torch.device("cpu"), settings, ranks)
-    learner, before = Learner(session(policy, out, ranks, **algo), 0), [p.to_local().clone() for p in policy.parameters.values()]
+    s = session(policy, out, **algo)
+    learner, before = make_learner(s, 0), [p.to_local().clone() for p in policy.parameters.values()]
+    faults = faults_of(learner)
     numbers, _ = learner.learn(batch(), 12)
     still = all(torch.equal(a, p.to_local()) for a, p in zip(before, policy.parameters.values(), strict=True))
-    learner.loss = None
-    learner.s.config.algo.loss, learner.s.config.algo.advantage = part("reinforce.loss"), part("mean_only.advantages")
-    again = Learner(learner.s, 0)
+    s.config.algo.loss, s.config.algo.advantage = part("reinforce.loss"), part("mean_only.advantages")
+    again = make_learner(s, 0)
     sound, _ = again.learn(batch(), 13)  # nothing waits for anyone
     broken = broken_weight(policy)
     if ranks.rank == 1:
         with torch.no_grad():
             next(iter(policy.parameters.values())).to_local()[0] = math.nan
-    return numbers["skipped"], still, str(learner.optimizer.fault), sound["skipped"], broken, broken_weight(policy)
+    return numbers["skipped"], still, str(faults[0]), sound["skipped"], broken, broken_weight(policy)
 
 
 @pytest.mark.parametrize("case", ["advantage", "loss", "gradient"])
@@ -319,7 +362,10 @@ def test_ranks_skip_together(tiny_folder, tmp_path, capsys, case, shard):
     algo, said = CASES[case]
     results = on_ranks(2, learns_on, tiny_folder, tmp_path, algo, PolicyConfig(shard=shard))
     first = "model.embed_tokens.weight"
-    assert all((skipped, still, sound, broken, later) == (1, True, 0, None, first) for skipped, still, _, sound, broken, later in results)
+    assert all(
+        (skipped, still, sound, broken, later) == (1, True, 0, None, first)
+        for skipped, still, _, sound, broken, later in results
+    )
     if case != "gradient":  # each knows of its own rows
         assert {fault for _, _, fault, *_ in results} == {said}
     recorded = json.loads((tmp_path / "bad" / "step_000012" / "batch.json").read_text())

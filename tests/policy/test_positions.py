@@ -1,4 +1,4 @@
-"""How long a sample may be: learned positions end, some rotary ones follow the longest sample of a row, others only warn."""
+"""How long a sample may be: tables of positions end, some rotary ones follow a row's longest sample, others only warn."""
 
 from __future__ import annotations
 
@@ -28,14 +28,21 @@ HARD = {
     "gpt2": (32, r"has no position beyond 32 tokens \(a table of positions, max_position_embeddings\)"),
     "gptj": (32, r"has no position beyond 32 tokens"),
     "opt": (32, r"has no position beyond 32 tokens"),
-    "phi3_longrope": (16, r"longest sample has more than 16 tokens \(rope_type longrope, original_max_position_embeddings\)"),
+    "phi3_longrope": (
+        16,
+        r"longest sample has more than 16 tokens \(rope_type longrope, original_max_position_embeddings\)",
+    ),
     "llama_dynamic": (16, r"longest sample has more than 16 tokens \(rope_type dynamic, max_position_embeddings\)"),
     "llama4": (24, r"attends in chunks beyond 24 tokens \(attention_chunk_size\)"),
 }
 
 
 def of_length(path: Path | None, longest: int, **more) -> Config:
-    return Config(model=ModelConfig(path=path and str(path)), rollout=RolloutConfig(max_prompt_tokens=longest - 4, max_tokens=4), **more)
+    return Config(
+        model=ModelConfig(path=path and str(path)),
+        rollout=RolloutConfig(max_prompt_tokens=longest - 4, max_tokens=4),
+        **more,
+    )
 
 
 @pytest.mark.parametrize("name", HARD)
@@ -44,7 +51,8 @@ def test_the_longest_sample_must_not_cross_the_limit(folder_of, name: str) -> No
     sizes = measure(of_length(folder, limit), folder)
     assert check_lengths(of_length(folder, limit), sizes, limit) == []
     with pytest.raises(
-        ModelError, match=rf"^model.path={folder} .*{reason}.*, and rollout.max_prompt_tokens={limit - 3} \+ .*=4 = {limit + 1}"
+        ModelError,
+        match=rf"^model.path={folder} .*{reason}.*, and rollout.max_prompt_tokens={limit - 3} \+ .*=4 = {limit + 1}",
     ):
         check_lengths(of_length(folder, limit + 1), sizes, 0)
     with pytest.raises(ModelError, match=rf"{reason}.*, and the longest demonstration has {limit + 1}; drop"):
@@ -81,7 +89,9 @@ def test_stretched_rotary_positions_count_their_factor(folder_of) -> None:
 
 
 def test_teacher_and_critic_have_limits_of_their_own(folder_of) -> None:
-    config = of_length(folder_of("llama"), 33, algo=AlgoConfig(advantage=GAE, critic=CriticConfig(path=str(folder_of("gpt2")))))
+    config = of_length(
+        folder_of("llama"), 33, algo=AlgoConfig(advantage=GAE, critic=CriticConfig(path=str(folder_of("gpt2"))))
+    )
     sizes = measure(config, folder_of("llama"))
     with pytest.raises(ModelError, match=rf"algo.critic.path={folder_of('gpt2')} has no position beyond 32 tokens"):
         check_lengths(config, sizes, 0)
@@ -123,14 +133,20 @@ def test_the_longest_demonstration_is_measured(tiny_folder) -> None:
         return Task(name, ({"role": "user", "content": prompt},), "", demonstration=answer)
 
     tokenizer = read_tokenizer(tiny_folder)
-    sets = TaskSets([task("a", "x", "abc"), task("b", "xy", "abcdefg"), task("c", "x" * 9, "a")], [task("d", "x" * 60, None)], [])
+    sets = TaskSets(
+        [task("a", "x", "abc"), task("b", "xy", "abcdefg"), task("c", "x" * 9, "a")], [task("d", "x" * 60, None)], []
+    )
     chars = {
-        name: len(tokenizer.apply_chat_template([{"role": "user", "content": "x" * n}], add_generation_prompt=True, return_dict=False))
+        name: len(
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": "x" * n}], add_generation_prompt=True, return_dict=False
+            )
+        )
         for name, n in (("b", 2), ("c", 9))
     }
     longest = max(chars["b"] + 7, chars["c"] + 1) + 1
-    assert check_prompts(sets, tokenizer, 1000, max_tokens=200, row_tokens=512, sft=True) == longest
-    assert check_prompts(sets, tokenizer, 1000, max_tokens=200, row_tokens=512, sft=False) == 0
+    assert check_prompts(sets, tokenizer, 1000, max_tokens=200, row_tokens=512, sft=True).longest == longest
+    assert check_prompts(sets, tokenizer, 1000, max_tokens=200, row_tokens=512, sft=False).longest == 0
 
 
 @pytest.mark.parametrize(
@@ -141,7 +157,9 @@ def test_a_dry_run_says_so(folder_of, tmp_path, capsys, name: str, longest: int,
     for part, first in (("rl", 0), ("eval", 8), ("sft", 16)):
         lines = (json.dumps({"prompt": f"{i}", "answer": "x", "demonstration": "y"}) for i in range(first, first + 8))
         (tmp_path / f"{part}.jsonl").write_text("\n".join(lines))
-    config = of_length(folder_of(name), longest, policy=PolicyConfig(row_tokens=700), sft=SftConfig(steps=1, batch_size=2))
+    config = of_length(
+        folder_of(name), longest, policy=PolicyConfig(row_tokens=700), sft=SftConfig(steps=1, batch_size=2)
+    )
     config.data = {"_target_": "hybrid_rl.data.files.load_tasks"} | {
         part: str(tmp_path / f"{part}.jsonl") for part in ("rl", "eval", "sft")
     }
@@ -157,4 +175,6 @@ def test_a_dry_run_says_so(folder_of, tmp_path, capsys, name: str, longest: int,
 def test_the_tiny_model_is_named_by_its_setting(tmp_path, tiny_folder) -> None:
     config = of_length(None, 10_000)
     said = check_lengths(config, measure(config, tiny_folder), 0)
-    assert [line.startswith(f"model.tiny.max_positions={config.model.tiny.max_positions} was not made for") for line in said] == [True]
+    assert [
+        line.startswith(f"model.tiny.max_positions={config.model.tiny.max_positions} was not made for") for line in said
+    ] == [True]

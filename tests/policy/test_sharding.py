@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from hybrid_rl.policy.update import imitate, score
 from hybrid_rl.processes.ranks import Ranks
 from hybrid_rl.types import Rollout
 from tests.ranks import on_ranks
-from tests.updates import update
+from tests.updates import rows_of, update
 
 CPU = torch.device("cpu")
 
@@ -62,13 +63,13 @@ class Recorder:
         return self.optimizer.step()
 
 
-def gradient_and_statistics(ranks: Ranks, folder: Path, settings: PolicyConfig, layout: str, row_tokens: int) -> tuple[dict, ...]:
+def gradient_and_statistics(ranks: Ranks, folder: Path, settings: PolicyConfig) -> tuple[dict, ...]:
     policy = Policy.load(folder, CPU, settings, ranks)
     recorder, batch = Recorder(policy), rollouts()
-    reference = score(policy, batch, 0.7, layout, row_tokens) - 0.1
-    statistics = update(policy, recorder, batch, ADVANTAGES, ppo_loss, 0.7, layout, row_tokens, reference, 0.05)
+    reference = score(policy, batch, 0.7) - 0.1
+    statistics = update(policy, recorder, batch, ADVANTAGES, ppo_loss, 0.7, reference, 0.05)
     gradient = recorder.gradient
-    imitated = imitate(policy, recorder, batch, 0.1, layout, row_tokens)
+    imitated = imitate(policy, recorder, batch, 0.1).numbers
     return gradient, statistics, recorder.gradient, imitated, {"score": reference}
 
 
@@ -85,9 +86,9 @@ def compare(got: Any, expected: Any, rtol: float) -> None:
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize(("layout", "row_tokens"), [("trees", 2048), ("trees", 40), ("packed", 64), ("padded", 100)])
 def test_gradient_and_metrics_are_those_of_one_rank(tiny_folder, world, layout, row_tokens):
-    expected = gradient_and_statistics(Ranks(), tiny_folder, PolicyConfig(), layout, 2048)
+    expected = gradient_and_statistics(Ranks(), tiny_folder, rows_of(layout))
     assert 0 < expected[1]["clip_fraction"] < 1
-    for result in on_ranks(world, gradient_and_statistics, tiny_folder, PolicyConfig(), layout, row_tokens):
+    for result in on_ranks(world, gradient_and_statistics, tiny_folder, rows_of(layout, row_tokens)):
         compare(result, expected, rtol=1e-5)
 
 
@@ -101,15 +102,15 @@ def test_gradient_and_metrics_are_those_of_one_rank(tiny_folder, world, layout, 
     ],
 )
 def test_hybrid_sharding_and_activation_checkpointing_change_no_number(tiny_folder, world, settings):
-    expected = gradient_and_statistics(Ranks(), tiny_folder, PolicyConfig(), "trees", 2048)
-    for result in on_ranks(world, gradient_and_statistics, tiny_folder, settings, "trees", 60):
+    expected = gradient_and_statistics(Ranks(), tiny_folder, PolicyConfig())
+    for result in on_ranks(world, gradient_and_statistics, tiny_folder, replace(settings, row_tokens=60)):
         compare(result, expected, rtol=1e-5)
 
 
 def test_a_tied_head_and_an_untied_one(folder_of):
     for name in ("llama", "gpt_neox", "qwen3_moe"):
-        expected = gradient_and_statistics(Ranks(), folder_of(name), PolicyConfig(), "trees", 2048)
-        for result in on_ranks(3, gradient_and_statistics, folder_of(name), PolicyConfig(), "trees", 80):
+        expected = gradient_and_statistics(Ranks(), folder_of(name), PolicyConfig())
+        for result in on_ranks(3, gradient_and_statistics, folder_of(name), rows_of(row_tokens=80)):
             compare(result, expected, rtol=3e-5)
 
 
@@ -122,15 +123,15 @@ def test_more_ranks_than_rollouts(tiny_folder):
 def few(ranks: Ranks, folder: Path) -> tuple[dict, dict]:
     policy = Policy.load(folder, CPU, PolicyConfig(), ranks)
     recorder = Recorder(policy)
-    statistics = update(policy, recorder, rollouts(1, 1), [1.0], ppo_loss, 1.0, "trees", 2048)
+    statistics = update(policy, recorder, rollouts(1, 1), [1.0], ppo_loss, 1.0)
     return recorder.gradient, statistics
 
 
 @pytest.mark.parametrize("dtype", [Precision.bfloat16, Precision.float16])
 @pytest.mark.parametrize("world", [1, 2])
 def test_half_precision_computes_on_float32_parameters(tiny_folder, dtype, world):
-    expected = gradient_and_statistics(Ranks(), tiny_folder, PolicyConfig(), "trees", 2048)
-    for result in on_ranks(world, gradient_and_statistics, tiny_folder, PolicyConfig(dtype=dtype), "trees", 2048):
+    expected = gradient_and_statistics(Ranks(), tiny_folder, PolicyConfig())
+    for result in on_ranks(world, gradient_and_statistics, tiny_folder, PolicyConfig(dtype=dtype)):
         assert all(g.dtype == torch.float32 for g in result[0].values())
         for (name, ours), theirs in zip(result[2].items(), expected[2].values(), strict=True):
             assert (ours - theirs).norm() / theirs.norm() < (0.15 if dtype == Precision.bfloat16 else 0.03), name
@@ -138,14 +139,16 @@ def test_half_precision_computes_on_float32_parameters(tiny_folder, dtype, world
 
 
 def test_groups_of_ranks_must_be_equal(tiny_folder):
-    with pytest.raises(ModelError, match=r"policy.shard=3 does not divide the 4 ranks into equal groups; possible are 1, 2, 4"):
+    with pytest.raises(
+        ModelError, match=r"policy.shard=3 does not divide the 4 ranks into equal groups; possible are 1, 2, 4"
+    ):
         Policy.load(tiny_folder, CPU, PolicyConfig(shard=3), Ranks(0, 4))
 
 
 def small_gradient(ranks: Ranks, folder: Path, dtype: Precision, scale: float) -> dict[str, Tensor]:
     policy = Policy.load(folder, CPU, PolicyConfig(dtype=dtype), ranks)
     recorder = Recorder(policy, scale)
-    update(policy, recorder, rollouts(), [1e-4 * a for a in ADVANTAGES], ppo_loss, 1.0, "trees", 2048)
+    update(policy, recorder, rollouts(), [1e-4 * a for a in ADVANTAGES], ppo_loss, 1.0)
     return {name: gradient / scale for name, gradient in recorder.gradient.items()}
 
 
@@ -163,7 +166,10 @@ def test_the_loss_scale_saves_gradients_that_float16_cannot_hold(tiny_folder):
 
 
 def sample(policy: Policy, engine: LocalEngine) -> list[tuple[list[int], list[float]]]:
-    out = {c.id: c for c in engine.generate([Request(i, [5, 9, 11 + i // 4], seed=i) for i in range(8)], Sampling(max_tokens=12))}
+    out = {
+        c.id: c
+        for c in engine.generate([Request(i, [5, 9, 11 + i // 4], seed=i) for i in range(8)], Sampling(max_tokens=12))
+    }
     return [(out[i].token_ids, out[i].logprobs) for i in sorted(out)]
 
 
@@ -171,10 +177,15 @@ def train_and_sample(ranks: Ranks, folder: Path, settings: PolicyConfig, steps: 
     """Turns of sampling and training; what was sampled in each, what lay in memory, and the weights at the end."""
     policy = Policy.load(folder, CPU, settings, ranks)
     engine = LocalEngine(policy.sampler, policy.end_ids(), 8, 64, policy.device, policy.dtype)
-    optimizer = Optimizer(policy.trainable, OptimizerConfig(lr=3e-3), steps, 3, offload=settings.offload != Offload.none)
+    optimizer = Optimizer(
+        policy.trainable, OptimizerConfig(lr=3e-3), steps, 3, offload=settings.offload != Offload.none
+    )
     turns, bytes_ = [], []
-    held = lambda: sum({local(t).untyped_storage().data_ptr(): local(t).untyped_storage().size() for t in owned()}.values())  # noqa: E731
-    owned = lambda: [*policy.parameters.values(), *optimizer.tensors().values()]  # noqa: E731
+
+    def held() -> int:
+        owned = [local(t).untyped_storage() for t in (*policy.parameters.values(), *optimizer.tensors().values())]
+        return sum({storage.data_ptr(): storage.size() for storage in owned}.values())
+
     for version in range(steps):
         hand_over(policy, engine, version, optimizer, verify=True)
         turns.append(sample(policy, engine))
@@ -182,7 +193,7 @@ def train_and_sample(ranks: Ranks, folder: Path, settings: PolicyConfig, steps: 
         freed = take_back(policy, engine, optimizer)
         bytes_.append((held(), freed))
         batch = rollouts(seed=version)
-        update(policy, optimizer, batch, ADVANTAGES, ppo_loss, 1.0, "trees", 2048)
+        update(policy, optimizer, batch, ADVANTAGES, ppo_loss, 1.0)
     weights = {name: t.clone() for bucket in policy.buckets(torch.float32, 2**20) for name, t in bucket.items()}
     return {"turns": turns, "bytes": bytes_, "weights": weights}
 
@@ -196,7 +207,9 @@ def test_ranks_sample_from_what_they_train(tiny_folder, world, offload):
     for result in on_ranks(world, train_and_sample, tiny_folder, PolicyConfig(offload=offload), 4):
         for ours, theirs in zip(result["turns"], expected["turns"], strict=True):
             assert [ids for ids, _ in ours] == [ids for ids, _ in theirs]
-        compare([result["weights"]], [expected["weights"]], rtol=1e-3)  # Adam divides by the gradient's size, however small
+        compare(
+            [result["weights"]], [expected["weights"]], rtol=1e-3
+        )  # Adam divides by the gradient's size, however small
         parameters = sum(t.numel() for t in result["weights"].values()) * 4
         sampling, (training, freed) = result["bytes"][4:6]
         if offload == Offload.none:
@@ -209,7 +222,10 @@ def test_ranks_sample_from_what_they_train(tiny_folder, world, offload):
 
 
 def test_a_rank_holds_its_share_and_no_more(tiny_folder):
-    one, four = train_and_sample(Ranks(), tiny_folder, PolicyConfig(), 2), on_ranks(4, train_and_sample, tiny_folder, PolicyConfig(), 2)
+    one, four = (
+        train_and_sample(Ranks(), tiny_folder, PolicyConfig(), 2),
+        on_ranks(4, train_and_sample, tiny_folder, PolicyConfig(), 2),
+    )
     assert all(result["bytes"][-1][0] < 0.27 * one["bytes"][-1][0] for result in four)
 
 
@@ -217,7 +233,9 @@ def test_a_rank_holds_its_share_and_no_more(tiny_folder):
 
 
 @given(
-    sizes=st.lists(st.tuples(st.integers(1, 30), st.lists(st.integers(0, 60), min_size=1, max_size=6)), min_size=1, max_size=6),
+    sizes=st.lists(
+        st.tuples(st.integers(1, 30), st.lists(st.integers(0, 60), min_size=1, max_size=6)), min_size=1, max_size=6
+    ),
     world=st.integers(1, 5),
     layout=st.sampled_from(["trees", "packed", "padded"]),
 )
@@ -251,5 +269,11 @@ def test_what_is_exported_is_what_was_loaded(any_folder, tmp_path, world):
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", any_folder))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
-    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+    for name in (
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+    ):
         assert (tmp_path / "out" / name).exists() == (any_folder / name).exists()

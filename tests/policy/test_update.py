@@ -8,12 +8,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hybrid_rl.algo.ppo_clip import loss as ppo_loss
-from hybrid_rl.config import OptimizerConfig, Schedule
+from hybrid_rl.config import LayoutKind, OptimizerConfig, Schedule
+from hybrid_rl.policy.model import Policy
+from hybrid_rl.policy.numbers import Fault
 from hybrid_rl.policy.optimizer import Optimizer, TrainingDiverged
 from hybrid_rl.policy.update import imitate
 from hybrid_rl.types import Rollout
-from tests.updates import update
+from tests.updates import rows_of, update
 
+CPU = torch.device("cpu")
 TEMPERATURE = 0.7
 
 
@@ -37,7 +40,9 @@ ADVANTAGES = [0.5, -0.25, -0.25, 1.0, 0.0, -1.0]
 
 def reference_gradient(policy, batch: list[Rollout]) -> dict[str, torch.Tensor]:
     """Textbook GRPO in float64: plain attention on each sample alone, full logits, a python loop over tokens."""
-    model = AutoModelForCausalLM.from_pretrained(policy.model.config._name_or_path, dtype=torch.float64, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(
+        policy.model.config._name_or_path, dtype=torch.float64, attn_implementation="eager"
+    )
     model.load_state_dict({k: v.double() for k, v in policy.model.state_dict().items()})
     total, count = torch.zeros((), dtype=torch.float64), 0
     for r, advantage in zip(batch, ADVANTAGES, strict=True):
@@ -56,7 +61,6 @@ class Recorder:
     """Stands where the optimizer does, and keeps the gradient instead of using it."""
 
     scale = 1.0
-    fault = None
 
     def __init__(self, model):
         self.model = model
@@ -72,10 +76,10 @@ class Recorder:
 
 @pytest.mark.parametrize("layout", ["padded", "packed", "trees"])
 @pytest.mark.parametrize("row_tokens", [2048, 40, 16])
-def test_gradient_equals_the_float64_textbook_in_every_layout_and_split(policy, layout, row_tokens):
-    batch = rollouts()
+def test_gradient_equals_the_float64_textbook_in_every_layout_and_split(tiny_folder, layout, row_tokens):
+    batch, policy = rollouts(), Policy.load(tiny_folder, CPU, rows_of(layout, row_tokens))
     recorder = Recorder(policy.model)
-    stats = update(policy, recorder, batch, ADVANTAGES, ppo_loss, TEMPERATURE, layout, row_tokens)
+    stats = update(policy, recorder, batch, ADVANTAGES, ppo_loss, TEMPERATURE)
     assert 0 < stats["clip_fraction"] < 1  # both branches of the loss are in play
     for name, expected in reference_gradient(policy, batch).items():
         torch.testing.assert_close(recorder.gradient[name].double(), expected, rtol=2e-4, atol=2e-6, msg=name)
@@ -84,7 +88,7 @@ def test_gradient_equals_the_float64_textbook_in_every_layout_and_split(policy, 
 def test_one_step_moves_every_parameter_once(policy):
     before = copy.deepcopy(policy.model.state_dict())
     optimizer = Optimizer(policy.trainable, OptimizerConfig(lr=1e-3), 10, 3)
-    update(policy, optimizer, rollouts(), ADVANTAGES, ppo_loss, 1.0, "trees", 2048)
+    update(policy, optimizer, rollouts(), ADVANTAGES, ppo_loss, 1.0)
     assert optimizer.steps == 1
     for name, tensor in policy.model.named_parameters():
         moved = (tensor - before[name]).abs().max().item()
@@ -96,11 +100,13 @@ def test_statistics_at_unchanged_weights(policy):
     batch = rollouts()
     for r in batch:
         with torch.no_grad():
-            reference = AutoModelForCausalLM.from_pretrained(policy.model.config._name_or_path, attn_implementation="eager")
+            reference = AutoModelForCausalLM.from_pretrained(
+                policy.model.config._name_or_path, attn_implementation="eager"
+            )
             reference.load_state_dict(policy.model.state_dict())
             logprobs = torch.log_softmax(reference(torch.tensor([r.token_ids])).logits[0], -1)
         r.logprobs = [float(logprobs[t - 1, r.token_ids[t]]) if m else 0.0 for t, m in enumerate(r.loss_mask)]
-    stats = update(policy, Recorder(policy.model), batch, ADVANTAGES, ppo_loss, 1.0, "trees", 2048)
+    stats = update(policy, Recorder(policy.model), batch, ADVANTAGES, ppo_loss, 1.0)
     assert stats["clip_fraction"] == 0
     assert 0 <= stats["mismatch_kl"] < 1e-10
     tokens = [r.sampled for r in batch]
@@ -120,13 +126,14 @@ def test_imitate_is_the_mean_negative_log_likelihood_of_the_answers(policy):
             logprobs = torch.log_softmax(reference(torch.tensor([r.token_ids])).logits[0], -1)
             chosen = [float(logprobs[t - 1, r.token_ids[t]]) for t, m in enumerate(r.loss_mask) if m]
             total, count = total - sum(chosen), count + len(chosen)
-    stats = imitate(policy, Recorder(policy.model), batch, 0.0, "packed", 40)
+    policy.settings.layout, policy.settings.row_tokens = LayoutKind.packed, 40
+    stats = imitate(policy, Recorder(policy.model), batch, 0.0).numbers
     assert stats["loss"] == pytest.approx(total / count, rel=1e-5)
 
 
 def test_a_batch_without_sampled_tokens_changes_nothing_and_stays_finite(policy):
     empty = [Rollout("t", 0, 0, 0, [5, 6, 7])]
-    stats = update(policy, Recorder(policy.model), empty, [1.0], ppo_loss, 1.0, "trees", 2048)
+    stats = update(policy, Recorder(policy.model), empty, [1.0], ppo_loss, 1.0)
     assert stats["loss"] == stats["entropy"] == 0.0
 
 
@@ -165,11 +172,12 @@ def test_a_gradient_that_is_not_finite_is_skipped_counted_and_ends_the_run():
     for _ in range(2):
         parameter.grad = torch.full((3,), math.nan)
         optimizer.step()
-    optimizer.check()
+    optimizer.check(Fault("gradient"))
     parameter.grad = torch.full((3,), math.nan)
-    optimizer.step()
+    fault = optimizer.step().fault
+    assert fault is not None
     with pytest.raises(TrainingDiverged, match="3 steps in a row, the last: gradient of p is nan"):
-        optimizer.check()
+        optimizer.check(fault)
 
 
 def test_the_loss_scale_halves_at_an_overflow_and_doubles_after_many_good_steps():
@@ -178,7 +186,8 @@ def test_the_loss_scale_halves_at_an_overflow_and_doubles_after_many_good_steps(
     assert optimizer.scale == 2.0**16
     for halvings in range(1, 6):  # more in a row than max_bad_steps: an overflow has its own remedy
         parameter.grad = torch.full((3,), math.inf)
-        assert optimizer.step().skipped
+        result = optimizer.step()
+        assert (result.skipped, result.fault) == (True, None)
         assert optimizer.scale == 2.0 ** (16 - halvings)
     parameter.grad = torch.full((3,), 2.0 * optimizer.scale)
     assert optimizer.step().grad_norm == pytest.approx(2 * math.sqrt(3))  # of the loss itself
@@ -197,7 +206,7 @@ def test_the_loss_scale_halves_at_an_overflow_and_doubles_after_many_good_steps(
     parameter.grad = torch.full((3,), math.nan)
     optimizer.step()
     with pytest.raises(TrainingDiverged):
-        optimizer.check()
+        optimizer.check(Fault("gradient"))
 
 
 @pytest.mark.parametrize(

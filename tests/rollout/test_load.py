@@ -24,14 +24,13 @@ from hybrid_rl.engine.local import LocalEngine
 from hybrid_rl.policy import tiny
 from hybrid_rl.policy.model import Policy
 from hybrid_rl.processes.ranks import Ranks
-from hybrid_rl.report.console import Console
 from hybrid_rl.rl import train_rl
 from hybrid_rl.rollout.collector import Collector
 from hybrid_rl.rollout.rewards import Scorer
 from hybrid_rl.run_folder.metrics import Metrics
-from hybrid_rl.session import Session
 from hybrid_rl.types import Task
 from tests.conftest import WORDS
+from tests.sessions import make_session
 
 pytestmark = pytest.mark.slow
 
@@ -131,10 +130,12 @@ def test_two_thousand_steps(tmp_path: Path, record_property: Callable[[str, obje
     use, times = Use(), array("d")  # type: ignore[var-annotated]
     scorer = Scorer({"_target_": "tests.rewards.hash_of_answer"}, 1, 30)
     try:
-        s = Session(
-            config, tmp_path, folder, policy, LocalEngine(policy.sampler, policy.end_ids(), 4, 42), TaskSets([], tasks[2:], tasks[:2]), scorer,
-            Lines(tmp_path / "metrics.jsonl", use, times), Console(quiet=True),
-        )  # fmt: skip
+        engine, lines = (
+            LocalEngine(policy.sampler, policy.end_ids(), 4, 42),
+            Lines(tmp_path / "metrics.jsonl", use, times),
+        )
+        sets = TaskSets([], tasks[2:], tasks[:2])
+        s = make_session(config, tmp_path, policy, engine, sets, scorer, metrics=lines, quiet=True)
         train_rl(s)
         s.metrics.close()
     finally:
@@ -146,7 +147,7 @@ def test_two_thousand_steps(tmp_path: Path, record_property: Callable[[str, obje
     record_property("growth", growth)
     record_property("seconds", times[-1] - times[0])
     print(growth, f"{times[-1] - times[0]:.0f} s of work, second half {slower:.3f} of the first")
-    assert s.version == 2000
+    assert s.progress.version == 2000
     assert len(os.listdir(tmp_path / "rollouts")) == 2000 + 19
     assert growth["MiB"] < 8
     assert growth["objects"] < 1000

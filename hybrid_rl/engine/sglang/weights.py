@@ -33,7 +33,7 @@ EXPERTS = (
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class ModelShapes:
     """What a model's folder says about its weights: shapes by name, and the numbers that decide how SGLang cuts them."""
 
     shapes: dict[str, tuple[int, ...]]
@@ -45,7 +45,7 @@ class Checkpoint:
     head_dim: int
 
     @classmethod
-    def read(cls, folder: Path) -> Checkpoint:
+    def read(cls, folder: Path) -> ModelShapes:
         """Raises EngineError for a folder without weights in safetensors files, or of a model whose weights could not be compared."""
         shapes: dict[str, tuple[int, ...]] = {}
         for file in sorted(folder.glob("*.safetensors")):

@@ -53,7 +53,7 @@ def scored(
         rollouts.append(Rollout("t", request.id // 4, request.id % 4, 0, list(request.prompt_ids)))
         rollouts[-1].add_sampled(c.token_ids, c.logprobs, c.versions)
     behaviour = torch.tensor([x for request in wanted for x in completions[request.id].logprobs])
-    return score(policy, rollouts, 1.0, "trees", 2048), behaviour
+    return score(policy, rollouts, 1.0), behaviour
 
 
 @pytest.mark.parametrize("lora", [0, 3], ids=["full", "adapters"])
