@@ -21,18 +21,24 @@ def bounded(default: Any, *, least: float | None = None, most: float | None = No
 
 
 class EngineKind(Enum):
+    """What samples completions."""
+
     auto = "auto"  # sglang if its package and a GPU are available, otherwise local
     sglang = "sglang"  # a separate process with a copy of the weights, one per rank
     local = "local"  # in this process, on the policy's own parameters
 
 
 class Deterministic(Enum):
+    """Whether the seed of a request alone decides its tokens."""
+
     auto = "auto"  # on for the CPU; off for a GPU, where it costs about a third of sglang's speed
     always = "always"
     never = "never"  # tokens may differ from run to run
 
 
 class LayoutKind(Enum):
+    """How samples lie in the rows of an update."""
+
     auto = "auto"  # trees on the CPU; on a GPU packed, for flash-attention
     padded = "padded"
     packed = "packed"
@@ -40,6 +46,8 @@ class LayoutKind(Enum):
 
 
 class Precision(Enum):
+    """The dtype of forward and backward."""
+
     auto = "auto"  # bfloat16 on a GPU, float32 on the CPU
     float32 = "float32"
     bfloat16 = "bfloat16"
@@ -47,35 +55,47 @@ class Precision(Enum):
 
 
 class Offload(Enum):
+    """What is in host memory while the engine samples."""
+
     none = "none"
     optimizer = "optimizer"  # Adam's moments are in host memory while the engine samples
     all = "all"  # the shards of the parameters too
 
 
 class Reference(Enum):
+    """The model that the KL penalty refers to."""
+
     none = "none"
     frozen = "frozen"  # a copy of the policy at the beginning of RL
     base = "base"  # the policy without its LoRA adapters; needs no copy
 
 
 class OldLogprobs(Enum):
+    """The denominator of the ratio π/π_old."""
+
     behaviour = "behaviour"  # the engine's, as recorded at sampling
     # the trainer's, computed before the first update on a batch; corrections compare them with the engine's
     recomputed = "recomputed"
 
 
 class KlEstimator(Enum):
+    """Estimators of the KL divergence: see hybrid_rl/algo/kl.py."""
+
     k1 = "k1"
     k2 = "k2"
     k3 = "k3"
 
 
 class KlPlace(Enum):
+    """What the KL penalty is added to."""
+
     loss = "loss"
     reward = "reward"
 
 
 class Schedule(Enum):
+    """The course of the learning rate after its warm-up."""
+
     constant = "constant"
     linear = "linear"
     cosine = "cosine"
@@ -99,12 +119,16 @@ class TinyConfig:
 
 @dataclass
 class ModelConfig:
+    """The policy at the beginning of the run."""
+
     path: Optional[str] = None  # a Hugging Face folder on this disk; null: the embedded tiny model
     tiny: TinyConfig = field(default_factory=TinyConfig)
 
 
 @dataclass
 class EngineConfig:
+    """The engine that samples completions."""
+
     kind: EngineKind = EngineKind.auto
     slots: int = bounded(128, least=1)  # completions sampled at a time; the KV cache holds this many
     # the rest applies to sglang only
@@ -149,6 +173,8 @@ class LoraConfig:
 
 @dataclass
 class PolicyConfig:
+    """How the policy is computed and sharded."""
+
     dtype: Precision = Precision.auto  # of forward and backward; parameters and moments are always float32
     # ranks that share one copy of the parameters; 0: all ranks of a node. With fewer, each group of ranks is a replica
     shard: int = bounded(0, least=0)
@@ -223,6 +249,8 @@ def unbiased_kl(algo: AlgoConfig) -> bool:
 
 @dataclass
 class HandoverConfig:
+    """The handover of weights from policy to engine."""
+
     # size of the buckets in which weights are gathered for an engine with its own memory
     bucket_mib: int = bounded(512, least=1)
     verify: bool = False  # compare engine and policy after every handover; the first of RL is always compared
@@ -230,6 +258,8 @@ class HandoverConfig:
 
 @dataclass
 class RolloutConfig:
+    """Sampling and rewards of an RL step."""
+
     batch_size: int = bounded(128, least=1)  # rollouts that a step trains on
     # newest RL steps whose rollouts and evaluations stay on disk, besides those of the first step; 0: all
     keep_steps: int = bounded(100, least=0)
@@ -249,6 +279,8 @@ class RolloutConfig:
 
 @dataclass
 class SftConfig:
+    """The SFT stage."""
+
     steps: int = bounded(100, least=0)  # 0: no warm-up
     batch_size: int = bounded(32, least=1)
     # share of the steps during which the maximum length of examples grows from shortest to longest
@@ -261,6 +293,8 @@ class SftConfig:
 
 @dataclass
 class RlConfig:
+    """The RL stage."""
+
     steps: int = bounded(20, least=0)
     checkpoint_every: int = bounded(10, least=1)
     keep_checkpoints: int = bounded(2, least=1)  # number of newest checkpoints to keep
@@ -274,22 +308,30 @@ class RlConfig:
 
 @dataclass
 class CheckpointConfig:
+    """How checkpoints are written."""
+
     background: bool = True  # write a copy in host memory while the next step runs; false: wait for the disk
     timeout: float = bounded(900.0, above=0)  # seconds for writing one checkpoint
 
 
 class ExportDtype(Enum):
+    """The dtype of exported weights."""
+
     source = "source"  # that of each weight in the source model folder
     float32 = "float32"
 
 
 @dataclass
 class ExportConfig:
+    """The exported model in final/."""
+
     dtype: ExportDtype = ExportDtype.source  # of the weights in final/; training uses float32
 
 
 @dataclass
 class EvalConfig:
+    """Evaluations on held-out tasks."""
+
     temperature: float = bounded(1.0, least=0)
     samples: int = bounded(1, least=1)  # completions per task; their mean counts
     max_tasks: int = bounded(0, least=0)  # 0: every held-out task
@@ -299,6 +341,8 @@ class EvalConfig:
 
 @dataclass
 class Config:
+    """All settings of a run."""
+
     name: str = ""  # the recipe's name, set by the recipe
     seed: int = bounded(0, least=0, most=2**63 - 1)
     # seed of the order of tasks and demonstrations; null: seed

@@ -60,9 +60,11 @@ class _Notes:
         self.put()
 
     def put(self) -> None:
+        """Write the record with the current time."""
         _FORM.pack_into(self.map, 0, time.monotonic(), self.waits, len(self.name), self.name)
 
     def read(self) -> Note:
+        """Return the record."""
         return Note(0, self.name.decode(errors="replace"), _FORM.unpack_from(self.map)[0], self.waits)
 
 
@@ -137,7 +139,7 @@ class Hangs(Exception):
 
 
 class HangDetector:
-    """Checks the ranks that this process started: reads their records in `folder`, writes their stacks to `stacks`."""
+    """A detector for the ranks that this process started: reads records in `folder`, writes stacks to `stacks`."""
 
     def __init__(self, folder: Path, timeout: float, stacks: Path):
         self.folder, self.timeout, self.stacks = folder, timeout, stacks

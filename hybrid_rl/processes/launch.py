@@ -74,7 +74,7 @@ NUMBERS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 def launched() -> bool:
-    """Whether this process is one rank of several."""
+    """Return whether this process is one rank of several."""
     return (world() or 1) > 1
 
 

@@ -45,6 +45,7 @@ class Ranks:
 
     @property
     def main(self) -> bool:
+        """Return whether this is rank 0, which writes files and prints."""
         return self.rank == 0
 
     def share(self, count: int, team: int = 1) -> range:

@@ -9,6 +9,7 @@ from hybrid_rl.report.page import write_report
 
 
 def main() -> None:
+    """Build the report and print its path."""
     parser = argparse.ArgumentParser(
         prog="python -m hybrid_rl.report", description="Build report.html and samples.md of a run."
     )
