@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from hypothesis import settings
+from hypothesis import Phase, settings
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -21,7 +21,9 @@ pytest.register_assert_rewrite("tests.engine_contract")
 torch.set_num_threads(1)
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
-settings.register_profile("hybrid_rl", deadline=None, derandomize=True, max_examples=40, database=None)
+settings.register_profile(
+    "hybrid_rl", deadline=None, derandomize=True, max_examples=40, database=None, phases=set(Phase) - {Phase.explain}
+)
 settings.load_profile("hybrid_rl")
 
 

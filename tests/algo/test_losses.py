@@ -445,7 +445,7 @@ def test_a_masked_rollout_leaves_no_trace(loss, aggregate, given_rollouts: list[
         kept = torch.tensor(mask)[tokens.rollout]
         weights, divisor = aggregate(kept, tokens.rollout, 64)
         losses, _ = loss(tokens)
-        slope = gradient(losses, tokens, weights / divisor)
+        slope = gradient(losses, tokens, weights.double() / divisor)
         assert slope[~kept].count_nonzero() == 0
         results.append(((weights * losses).sum().detach() / divisor, slope[kept]))
     share = 1.0 if aggregate is aggregation.token_mean else sum(keep) / count  # the others' divisors count it

@@ -104,12 +104,8 @@ def test_columns_that_json_cannot_hold_are_refused():
             TaskSets([], [replace(task("a"), columns=columns)], [])
 
 
-def level(completion: str, task: Task) -> float:
-    return task.columns["info"]["level"] + len(completion)
-
-
 def test_a_reward_in_its_process_sees_the_columns():
-    scorer = Scorer({"_target_": "tests.data.test_tasks.level"}, 1, 30.0)
+    scorer = Scorer({"_target_": "tests.rewards.level"}, 1, 30.0)
     try:
         rollout = Rollout("t", 0, 0, 0, [1])
         rollout.add_sampled([2], [-0.5], [(0, 1)])
