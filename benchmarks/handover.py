@@ -30,7 +30,8 @@ from hybrid_rl.engine.local import LocalEngine
 from hybrid_rl.handover import BUCKET_BYTES, hand_over, take_back
 from hybrid_rl.policy import tiny
 from hybrid_rl.policy.model import Policy
-from hybrid_rl.policy.sharding import _all_gather, local
+from hybrid_rl.policy.sharding import local
+from hybrid_rl.policy.torch_private import all_gather_single
 from hybrid_rl.processes.launch import end_with_launcher, launch
 from hybrid_rl.processes.ranks import Ranks, join
 
@@ -173,7 +174,7 @@ def gather(ranks: Ranks, elements: int, scratch: Tensor) -> None:
     while elements > 0:
         share = min(len(scratch), elements) // ranks.world
         out = scratch[: share * ranks.world]
-        _all_gather(out, out[share * ranks.rank :][:share])
+        all_gather_single(out, out[share * ranks.rank :][:share])
         elements -= len(scratch)
 
 
