@@ -20,7 +20,7 @@ reverse: $(VENV)/installed  ## Train the embedded model to reverse sentences: ab
 WITH_OLD = OLD_TRANSFORMERS='$(CURDIR)/$(OLD_VENV)/bin/python'
 PYTEST = OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadgroup
 
-test: $(VENV)/installed  ## The tests that take seconds each: under three minutes on two cores.
+test: $(VENV)/installed  ## The tests that take seconds each.
 	$(PYTEST) -m "not slow" $(ARGS)
 
 test-slow: $(VENV)/installed $(OLD_VENV)/installed  ## Those that take minutes: whole recipes, kills at random moments, a wheel in an empty folder.

@@ -121,8 +121,8 @@ class Kept:
         facts = json.loads((folder / "batch.json").read_text())
         schema = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(folder / "config.yaml"))
         config = cast(Config, OmegaConf.to_object(schema))
+        check_loss(config.algo.loss, own_loss, folder / "config.yaml")  # before anything else of the folder is used
         config.policy.shard, config.policy.layout = 0, LayoutKind(facts["layout"])  # there is one process here
-        check_loss(config.algo.loss, own_loss, folder / "config.yaml")
         rows = read_rollouts(folder / "rollouts.parquet")
         columns = load_file(folder / "numbers.safetensors")  # the order of the columns has no meaning
         kind = ValueModel if facts["kind"] == "critic" else Policy

@@ -236,14 +236,7 @@ def test_a_finished_model_is_evaluated_again(whole, tmp_path):
     assert lines[0] == before.replace("the model after RL", "the model")
     assert re.fullmatch(r"evaluation reward: model 0\.\d{3}   \(\d+ s in all\)", lines[1])
     folder = run_folder(tmp_path)
-    assert {p.name for p in folder.iterdir()} == {
-        "config.yaml",
-        "metrics.jsonl",
-        "summary.json",
-        "report.html",
-        "samples.md",
-        "rollouts",
-    }
+    assert not {"checkpoints", "final", "base_model"} & {p.name for p in folder.iterdir()}
     assert [p.name for p in (folder / "rollouts").iterdir()] == ["eval_model.parquet"]
     assert {key for key in json.loads((folder / "summary.json").read_text()) if key.startswith("eval/")} == {
         "eval/model"
@@ -270,19 +263,18 @@ def test_a_script_calls_main_twice_and_needs_no_main_guard(tmp_path):
 
 def test_data_seed_varies_the_order_of_tasks_alone(tmp_path):
     """The same model and the same random numbers of sampling; other tasks."""
-    for name, seeds in {"one": [], "two": ["data_seed=1"], "three": ["data_seed=0"]}.items():
-        run(tmp_path, "sft.steps=0", "rl.steps=1", "rl.checkpoint_every=1", *seeds, f"hydra.run.dir={name}")
-    first = {
-        name: read_rollouts(tmp_path / name / "rollouts" / "step_0001.parquet") for name in ("one", "two", "three")
-    }
-    assert [r["task_id"] for r in first["one"]] == [r["task_id"] for r in first["three"]]
-    assert {r["task_id"] for r in first["one"]} != {r["task_id"] for r in first["two"]}
-    assert [r["seed"] for r in first["one"]] == [r["seed"] for r in first["two"]]
+    for name, seeds in {"one": [], "two": ["data_seed=1"]}.items():
+        run(tmp_path, "sft.steps=0", "rl.steps=1", *seeds, f"hydra.run.dir={name}")
+    one, two = (
+        read_rollouts(tmp_path / name / "rollouts" / "step_0001.parquet")[:16] for name in ("one", "two")
+    )  # those of the first round; how many are replaced depends on the tasks
+    assert {r["task_id"] for r in one}.isdisjoint(r["task_id"] for r in two)
+    assert [r["seed"] for r in one] == [r["seed"] for r in two]
     models = [(tmp_path / name / "base_model" / "model.safetensors").read_bytes() for name in ("one", "two")]
     assert models[0] == models[1]
 
 
-@pytest.mark.parametrize("launcher", ["basic", "joblib"])
+@pytest.mark.parametrize("launcher", ["basic", pytest.param("joblib", marks=pytest.mark.slow)])
 def test_a_sweep_s_exit_code_is_that_of_its_jobs(tmp_path, launcher):
     """Also when Hydra's launcher runs them in other processes. One that fails does not end the others."""
     if launcher == "joblib":
@@ -291,7 +283,8 @@ def test_a_sweep_s_exit_code_is_that_of_its_jobs(tmp_path, launcher):
     output = run(tmp_path, *jobs, "data.eval_tasks=0,2", code=1)
     assert output.count("the eval set has 0 tasks") == 1
     assert output.count("evaluation reward:") == 1
-    assert run(tmp_path, *jobs, "seed=0,1", code=0).count("evaluation reward:") == 2
+    if launcher == "joblib":  # the basic one's 0 is another test's
+        assert run(tmp_path, *jobs, "seed=0,1", code=0).count("evaluation reward:") == 2
 
 
 @pytest.mark.slow
