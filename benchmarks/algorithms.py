@@ -1,9 +1,10 @@
-"""Every algorithm of conf/algo, and some compositions, on the worked example: RL from one SFT checkpoint a seed.
+"""Compare every algorithm of conf/algo, and some compositions, on the worked example: RL after the same SFT.
 
     python benchmarks/algorithms.py [--seeds 0 1 2] [--only NAME ...]
 
-Results are written after every run, and a run that is there with the same settings is not repeated: kill it, start it again. An
-evaluation is the mean of SAMPLES answers to each of 128 held-out sentences. `algo=opd` needs a teacher and is left out.
+Results are written after every run, and runs that exist with the same settings are not repeated, so that an interrupted
+benchmark can be started again. An evaluation is the mean of SAMPLES answers to each of 128 held-out sentences.
+`algo=opd` needs a teacher and is left out.
 """
 
 from __future__ import annotations
@@ -36,17 +37,20 @@ SEEDS = (0, 1, 2)
 
 @dataclass(frozen=True, slots=True)
 class Row:
+    """One row of the comparison: settings, run on each seed."""
+
     name: str
     overrides: tuple[str, ...]
     group: str
-    seeds: tuple[int, ...] | None = None  # only these
+    seeds: tuple[int, ...] | None = None  # only these; None: all
 
 
 def recipe(name: str) -> Row:
+    """Return the row of an algorithm with its own settings."""
     return Row(name, (f"algo={name}",), "recipe")
 
 
-# One AdamW step a batch wants a higher learning rate: recipes/reverse/README.md has the trials.
+# one AdamW step per batch needs a higher learning rate: recipes/reverse/README.md has the trials
 ONE_STEP = ("algo.minibatches=1", "rl.optimizer.lr=1e-3", "rl.optimizer.betas=[0.8,0.95]")
 ROWS = [
     *map(
@@ -63,7 +67,7 @@ ROWS = [
         "decoupled, 2 epochs", ("algo.old_logprobs=recomputed", "algo/correction=[tis]", "algo.epochs=2"), "composition"
     ),
     Row("KL in the loss", ("algo.reference=frozen", "algo.kl.coef=0.01"), "composition"),
-    # Other settings, chosen among at most three tries on seed 0; the other tries are below, on that seed alone.
+    # tuned settings, the best of at most three tries on seed 0; the other tries follow, on that seed only
     Row("gspo", ("algo=gspo", "algo.loss.clip_low=0.02", "algo.loss.clip_high=0.02"), "tuned"),
     Row("r − μ, one step", ("algo/advantage=mean_only", *ONE_STEP), "tuned"),
     Row("dr_grpo", ("algo=dr_grpo", "algo.minibatches=1"), "try", (0,)),
@@ -73,13 +77,15 @@ ROWS = [
     Row("remax", ("algo=remax", "algo/loss=reinforce", "algo.minibatches=1"), "try", (0,)),
     Row("remax", ("algo=remax", "algo/loss=reinforce", *ONE_STEP), "try", (0,)),
     Row("ppo", ("algo=ppo", "algo.advantage.lam=1"), "try", (0,)),
-    Row("grpo", ("algo=grpo", "algo.epochs=2"), "try", (0,)),  # what of "decoupled, 2 epochs" is due to the epochs
+    Row(
+        "grpo", ("algo=grpo", "algo.epochs=2"), "try", (0,)
+    ),  # the part of "decoupled, 2 epochs" that is due to the epochs
 ]
 
 
 def run(folder: Path, overrides: Sequence[str]) -> float:
-    """The recipe in a process of its own; returns its CPU seconds. An error ends the benchmark with the run's last lines."""
-    shutil.rmtree(folder, ignore_errors=True)  # of a benchmark that was killed
+    """Run the recipe in a child process and return its CPU seconds. A failure ends the benchmark with its output."""
+    shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted benchmark
     command = [sys.executable, "-m", "hybrid_rl.run", "+recipe=reverse", f"hydra.run.dir={folder}", *COMMON, *overrides]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
@@ -92,7 +98,7 @@ def run(folder: Path, overrides: Sequence[str]) -> float:
 
 
 def sft(folder: Path, seed: int) -> Path:
-    """The checkpoint after SFT that every algorithm starts from with this seed."""
+    """Return the checkpoint after SFT from which every algorithm starts with this seed."""
     if not (folder / "summary.json").exists():
         print(f"SFT of seed {seed}", flush=True)
         run(folder, ("rl.steps=0", f"seed={seed}"))
@@ -100,6 +106,7 @@ def sft(folder: Path, seed: int) -> Path:
 
 
 def train(folder: Path, model: Path, row: Row, seed: int) -> dict[str, Any]:
+    """Run RL with the settings of a row from `model`; return the measurements."""
     load = os.getloadavg()[0]
     cpu_seconds = run(folder, (f"model.path={model}", "sft.steps=0", f"seed={seed}", *row.overrides))
     summary, steps = json.loads((folder / "summary.json").read_text()), read_metrics(folder, "rl")
@@ -116,15 +123,17 @@ def train(folder: Path, model: Path, row: Row, seed: int) -> dict[str, Any]:
 
 
 def spread(values: Sequence[float], digits: int = 3) -> str:
+    """Return mean ± standard deviation as text."""
     deviation = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
     return f"{statistics.fmean(values):.{digits}f}{deviation}"
 
 
 def summarised(results: Iterable[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    """Return one row of the table for each result; the columns are those of HEADER."""
     rows = []
     for result in results:
         runs = result["runs"]
-        rows.append((
+        row = (
             result["name"],
             " ".join(f"`{o}`" for o in result["overrides"]),
             len(runs),
@@ -136,7 +145,8 @@ def summarised(results: Iterable[dict[str, Any]]) -> list[tuple[Any, ...]]:
             f"{statistics.fmean(statistics.fmean(r['clip_fraction']) for r in runs):.1%}",
             f"{statistics.fmean(r['rl_seconds'] for r in runs):.0f}",
             f"{statistics.fmean(r['cpu_seconds'] for r in runs):.0f}",
-        ))  # fmt: skip
+        )
+        rows.append(row)
     return rows
 
 
@@ -156,7 +166,7 @@ HEADER = (
 
 
 def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
-    """Reward of each RL step, mean over seeds: a panel for each row, GRPO's curve grey in all of them, other settings dashed."""
+    """Draw the reward of each RL step, mean over seeds: a panel per row, with GRPO's in grey, tuned ones dashed."""
     chosen = [r for r in results if r["group"] != "try"]
     names = list(dict.fromkeys(r["name"] for r in chosen))
     curve = {
@@ -185,6 +195,7 @@ def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
+    """Run what is missing, print the tables and draw the figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     parser.add_argument("--only", nargs="+", help="names of rows")

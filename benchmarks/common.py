@@ -1,4 +1,4 @@
-"""What the benchmarks share: running the recipe as a user would, a matrix-multiply floor, and results on disk."""
+"""Run the recipe as a user would, measure matrix products, and write results, for all benchmarks."""
 
 from __future__ import annotations
 
@@ -16,30 +16,32 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def run_recipe(folder: Path, *overrides: str) -> Path:
-    """`python -m hybrid_rl.run +recipe=reverse …` in a process of its own; returns the run's folder."""
+    """Run `python -m hybrid_rl.run +recipe=reverse …` in a child process; return the run's folder."""
     command = [sys.executable, "-m", "hybrid_rl.run", "+recipe=reverse", f"hydra.run.dir={folder}", *overrides]
     subprocess.run(command, check=True, cwd=ROOT)
     return folder
 
 
 def aimless_reward(completion: str, task: object) -> float:
-    """The same for the same completion, and hardly ever for a whole group: where only the time of a step matters."""
+    """Return a hash of the completion: deterministic, and hardly ever equal in a whole group. For timing only."""
     return zlib.crc32(completion.encode()) % 100 / 100
 
 
 def read_metrics(folder: Path, stage: str) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl of one stage."""
     lines = (json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines())
     return [line for line in lines if line["stage"] == stage]
 
 
 def machine() -> dict[str, Any]:
+    """Return facts about this machine and the versions of its software."""
     from hybrid_rl.machine import machine, versions
 
     return {**machine(), **versions()}
 
 
 def matmul_gflops(m: int, k: int, n: int, seconds: float = 0.5) -> float:
-    """The best rate of float32 products [m, k] × [k, n] that this process reaches, as the floor others are measured by."""
+    """Return the best rate, in GFLOP/s, of float32 products [m, k] × [k, n] in this process."""
     import torch
 
     a, b = torch.randn(m, k), torch.randn(k, n)
@@ -52,6 +54,7 @@ def matmul_gflops(m: int, k: int, n: int, seconds: float = 0.5) -> float:
 
 
 def save_result(name: str, result: dict[str, Any]) -> None:
+    """Write results/<name>.json, with facts about the machine and its load."""
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(
         json.dumps({**result, "machine": machine(), "load": os.getloadavg()[0]}, indent=2) + "\n"
@@ -59,7 +62,7 @@ def save_result(name: str, result: dict[str, Any]) -> None:
 
 
 def table(rows: list[tuple[Any, ...]], header: tuple[str, ...]) -> str:
-    """Columns aligned for a terminal, and valid Markdown."""
+    """Return a Markdown table with aligned columns."""
     cells = [header, *[tuple(f"{c:.3f}" if isinstance(c, float) else str(c) for c in row) for row in rows]]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in cells]

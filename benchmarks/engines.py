@@ -1,11 +1,12 @@
-"""The engines side by side: start, sampling, sleep, wake and handover, in the phases of a step.
+"""Compare the engines: start, sampling, sleep, wake and handover, in the phases of a step.
 
     python benchmarks/engines.py [--model /models/Qwen3-0.6B] [--engines local sglang] [--repeats 5]
 
-The same requests go to each: 8 prompts × 16 samples of at most 128 tokens at temperature 1. "mismatch" compares an engine's
-log-probabilities with the trainer's own on the sampled tokens; "copy" is the floor of a handover, the same bytes copied once in the same
-process; "transitions" is the share that sleep, wake and handover have of a turn with sampling and no update. Without a model a
-tiny random one and one of 10 M parameters are made. On a CPU SGLang needs the environment of `make sglang-cpu`: `make bench-engines`.
+Each engine gets the same requests: 8 prompts × 16 samples of at most 128 tokens at temperature 1. "mismatch" compares
+the log-probabilities of engine and trainer on the sampled tokens. "copy" is the lower bound of a handover: the same
+bytes copied once in the same process. "transitions" is the share of sleep, wake and handover in a turn with sampling
+and no update. Without --model a tiny random model and one of 10 M parameters are made. On a CPU, SGLang needs the
+environment of `make sglang-cpu`: `make bench-engines`.
 """
 
 from __future__ import annotations
@@ -37,13 +38,14 @@ GROUPS, SIZE, PROMPT, TOKENS = 8, 16, 48, 128
 
 
 def requests(vocabulary: int) -> list[Request]:
-    """Random prompts; the ids of a group's prompt are equal, every sample has a seed of its own."""
+    """Return requests with random prompts: the samples of a group share the prompt, each has its own seed."""
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(3, vocabulary, (GROUPS, PROMPT), generator=generator).tolist()
     return [Request(i, prompts[i // SIZE], seed=i) for i in range(GROUPS * SIZE)]
 
 
 def timed(function: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
+    """Call `function`; return its seconds, including the work on the GPU, and its value."""
     start = time.perf_counter()
     result = function()
     if device.type == "cuda":
@@ -52,7 +54,7 @@ def timed(function: Callable[[], Any], device: torch.device) -> tuple[float, Any
 
 
 def mismatch(policy: Policy, asked: list[Request], completions: list[Completion]) -> float:
-    """Mean ρ − 1 − log ρ over the sampled tokens, ρ = π_train / π_engine."""
+    """Return the mean of ρ − 1 − log ρ over the sampled tokens, ρ = π_train / π_engine."""
     rollouts = []
     for c in sorted(completions, key=lambda c: c.id):
         rollout = Rollout("t", c.id // SIZE, c.id % SIZE, c.id, list(asked[c.id].prompt_ids))
@@ -63,6 +65,7 @@ def mismatch(policy: Policy, asked: list[Request], completions: list[Completion]
 
 
 def measure(kind: EngineKind, folder: Path, repeats: int) -> dict[str, Any]:
+    """Return the measurements of one engine on one model: medians over `repeats` turns after a warm-up."""
     device = pick_device("auto")
     policy = Policy.load(folder, device)
     config = Config(engine=EngineConfig(kind=kind, slots=GROUPS * SIZE))
@@ -90,13 +93,21 @@ def measure(kind: EngineKind, folder: Path, repeats: int) -> dict[str, Any]:
     middle = {name: median(values) for name, values in turns.items()}
     between = middle["handover"] + middle["sleep"]
     return {
-        "engine": kind.value, "parameters": policy.parameter_count(), "device": str(device), "dtype": str(policy.dtype), "start": started,
-        **middle, "MB": moved / 1e6, "handover/copy": middle["handover"] / middle["copy"] if moved else 0.0,
-        "transitions": between / (between + middle["sampling"]), "mismatch": kl,
-    }  # fmt: skip
+        "engine": kind.value,
+        "parameters": policy.parameter_count(),
+        "device": str(device),
+        "dtype": str(policy.dtype),
+        "start": started,
+        **middle,
+        "MB": moved / 1e6,
+        "handover/copy": middle["handover"] / middle["copy"] if moved else 0.0,
+        "transitions": between / (between + middle["sampling"]),
+        "mismatch": kl,
+    }
 
 
 def main() -> None:
+    """Measure all engines on all models, print the table and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, help="a Hugging Face folder")
     parser.add_argument("--engines", nargs="+", default=["local", "sglang"], choices=["local", "sglang"])

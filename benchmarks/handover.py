@@ -1,11 +1,11 @@
-"""Weights from policy to engine: bytes, seconds, and how far from the floor that is.
+"""Measure the handover of weights from policy to engine: bytes, seconds, and the ratio to a lower bound.
 
     python benchmarks/handover.py [--models 10M 135M 600M] [--ranks 1 2]
 
-The floors move the same bytes in the same process, in turn with the handover and into memory that was touched before: "copy" is
-one copy_ a tensor from memory to the engine's weights; "gather" is what ranks need at least before that, all_gather over gloo.
-An engine that shares the policy's parameters has nothing to copy: on one rank it gets a new version number, on several the
-parameters are unsharded in place. One thread a rank.
+The lower bounds move the same bytes in the same process, alternating with the handover and into memory that was touched
+before: "copy" is one copy_ per tensor into the engine's weights; "gather" is what ranks need before that, all_gather
+over gloo. For an engine that shares the policy's parameters nothing is copied: on one rank it gets a new version
+number, on several ranks the parameters are unsharded in place. Each rank uses one thread.
 """
 
 from __future__ import annotations
@@ -30,36 +30,48 @@ from hybrid_rl.engine.local import LocalEngine
 from hybrid_rl.handover import BUCKET_BYTES, hand_over, take_back
 from hybrid_rl.policy import tiny
 from hybrid_rl.policy.model import Policy
-from hybrid_rl.policy.sharding import _all_gather, local
+from hybrid_rl.policy.sharding import local
+from hybrid_rl.policy.torch_private import all_gather_single
 from hybrid_rl.processes.launch import end_with_launcher, launch
 from hybrid_rl.processes.ranks import Ranks, join
 
 CPU = torch.device("cpu")
 MIB = 2**20
 REPEATS = 5
-SWEEP = (1, 16, 64, 512)  # MiB a bucket, smallest first: what malloc keeps of one size is no help to the next
+SWEEP = (1, 16, 64, 512)  # MiB per bucket, smallest first, so that memory that malloc keeps does not help the next size
+# layers, hidden, intermediate, heads, kv heads, head dimension, vocabulary
 SHAPES = {
     "10M": (6, 384, 1024, 6, 2, 64, 2048),
     "135M": (30, 576, 1536, 9, 3, 64, 49_152),
     "600M": (28, 1024, 3072, 16, 8, 128, 151_936),
-}  # layers, hidden, intermediate, heads, kv heads, head dimension, vocabulary
+}
 
 
 def build(folder: Path, shape: tuple[int, ...]) -> Path:
+    """Write a random model of the shape, with a tokenizer, and return its folder."""
     layers, hidden, inner, heads, kv_heads, head_dim, vocabulary = shape
     config = transformers.Qwen3Config(
-        num_hidden_layers=layers, hidden_size=hidden, intermediate_size=inner, num_attention_heads=heads, num_key_value_heads=kv_heads,
-        head_dim=head_dim, vocab_size=vocabulary, tie_word_embeddings=True, bos_token_id=None, eos_token_id=0,
-    )  # fmt: skip
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=vocabulary,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=0,
+    )
     transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
     tiny.character_tokenizer([]).save_pretrained(folder)
     return folder
 
 
-# ---- on the ranks ------------------------------------------------------------------------------------------------------------
+# ---- on the ranks --------------------------------------------------------------------------------------------------
 
 
 def measure(name: str, folder: Path) -> dict[str, Any]:
+    """Return the measurements of one model on the ranks that were started; {} on ranks other than 0."""
     end_with_launcher()
     ranks = join(300, "cpu")
     torch.set_num_threads(1)
@@ -78,10 +90,12 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
 
 
 def engine_of(policy: Policy, model: transformers.PreTrainedModel) -> LocalEngine:
+    """Return a local engine on `model`."""
     return LocalEngine(model, policy.end_ids(), 1, 64, dtype=policy.dtype if model is policy.sampler else model.dtype)
 
 
 def own_model(policy: Policy, dtype: torch.dtype) -> transformers.PreTrainedModel:
+    """Return a copy of the model with memory of its own, filled with zeros."""
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(
             policy.config, dtype=dtype, attn_implementation=ATTENTION_NAME
@@ -93,6 +107,7 @@ def own_model(policy: Policy, dtype: torch.dtype) -> transformers.PreTrainedMode
 
 
 def row(name: str, kind: str, policy: Policy, model: transformers.PreTrainedModel, scratch: Tensor) -> dict[str, Any]:
+    """Return the seconds of a handover and its lower bounds for one engine."""
     engine, ranks, moved = engine_of(policy, model), policy.ranks, 0
     shares = engine.shares(policy.sampler)
 
@@ -115,6 +130,7 @@ def row(name: str, kind: str, policy: Policy, model: transformers.PreTrainedMode
 
 
 def sweep(policy: Policy, engine: LocalEngine, scratch: Tensor) -> list[dict[str, Any]]:
+    """Return seconds and peak memory of a handover for each bucket size."""
     rows, ranks = [], policy.ranks
     for mib in SWEEP:
         handover = lambda mib=mib: hand_over(policy, engine, 1, bucket_bytes=mib * MIB)  # noqa: E731
@@ -135,7 +151,7 @@ def sweep(policy: Policy, engine: LocalEngine, scratch: Tensor) -> list[dict[str
 
 @torch.no_grad()
 def copies(policy: Policy, model: transformers.PreTrainedModel, scratch: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """(engine's tensor, source): the policy's own tensor, or where it is sharded, a place in `scratch`, as in a bucket."""
+    """Return (engine's tensor, source) pairs: sources are the policy's tensors, or parts of `scratch` if sharded."""
     pairs, start = [], 0
     for name, target in model.named_parameters():
         source = policy.parameters[name]
@@ -148,21 +164,22 @@ def copies(policy: Policy, model: transformers.PreTrainedModel, scratch: Tensor)
 
 
 def copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """Copy each source to its target."""
     for target, source in pairs:
         target.copy_(source)
 
 
 def gather(ranks: Ranks, elements: int, scratch: Tensor) -> None:
-    """`elements` of float32 over all ranks, as few large messages."""
+    """Gather `elements` float32 numbers over all ranks, in a few large messages."""
     while elements > 0:
         share = min(len(scratch), elements) // ranks.world
         out = scratch[: share * ranks.world]
-        _all_gather(out, out[share * ranks.rank :][:share])
+        all_gather_single(out, out[share * ranks.rank :][:share])
         elements -= len(scratch)
 
 
 def in_turn(ranks: Ranks, steps: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Median seconds of each step on the slowest rank, after a round that does not count."""
+    """Return the median seconds of each step on the slowest rank, after a warm-up round."""
     rounds = []
     for _ in range(REPEATS + 1):
         rounds.append([])
@@ -176,22 +193,27 @@ def in_turn(ranks: Ranks, steps: dict[str, Callable[[], object]]) -> dict[str, f
 
 
 def peak_mib(function: Callable[[], object]) -> float:
-    """How far this process's resident memory rises above what it is now (Linux)."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+    """Return by how many MiB the resident memory of this process rises while `function` runs.
+
+    Linux only. The kernel's peak (VmHWM) can be reset, and psutil does not report it.
+    """
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = status_mib("VmRSS")
     function()
     return status_mib("VmHWM") - before
 
 
 def status_mib(field: str) -> float:
+    """Return a field of /proc/self/status in MiB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1024
 
 
-# ---- the whole ---------------------------------------------------------------------------------------------------------------
+# ---- the benchmark -------------------------------------------------------------------------------------------------
 
 
 def main() -> None:
+    """Start the ranks for each model and number of ranks, print the tables and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2])
@@ -219,7 +241,8 @@ def main() -> None:
     )
     if sizes:
         print(
-            f"\nbucket sizes, 135M on 2 ranks; shard {sizes[0]['shard_mib']:.0f} MiB and engine {sizes[0]['engine_mib']:.0f} MiB are there before"
+            f"\nbucket sizes, 135M on 2 ranks; before: shard {sizes[0]['shard_mib']:.0f} MiB, "
+            f"engine {sizes[0]['engine_mib']:.0f} MiB"
         )
         print(table([size_line(s) for s in sizes], ("bucket MiB", "largest MiB", "s", "× gather", "peak − before MiB")))
     save_result("handover", {"rows": rows, "sweep": sizes})
@@ -229,6 +252,7 @@ def main() -> None:
 
 
 def line(r: dict[str, Any]) -> tuple[Any, ...]:
+    """Return a row of the table."""
     seconds, copied, gathered = r["seconds"]["handover"], r["seconds"].get("copy"), r["seconds"].get("gather")
     ratio = lambda floor: f"{seconds / floor:.2f}" if floor else ""  # noqa: E731
     rate = f"{r['bytes'] / seconds / 1e9:.2f}" if r["bytes"] else ""
@@ -243,6 +267,7 @@ def line(r: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def size_line(s: dict[str, Any]) -> tuple[Any, ...]:
+    """Return a row of the table of bucket sizes."""
     seconds = s["seconds"]["handover"]
     return (s["mib"], f"{s['largest']:.0f}", seconds, f"{seconds / s['seconds']['gather']:.2f}", f"{s['peak_mib']:.0f}")
 

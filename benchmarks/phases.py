@@ -1,10 +1,10 @@
-"""Where an RL step's time goes, and how much of the machine's matrix-multiply rate sampling and the update reach.
+"""Measure the phases of an RL step, and the share of the machine's matrix-product rate that sampling and update reach.
 
     python benchmarks/phases.py [overrides]
 
-The floor of a phase is its floating-point work divided by the rate of a float32 product of the model's own shapes,
-measured in the same call on the same number of threads. Work: 2 operations a parameter and token in a forward pass,
-6 in forward and backward; embeddings are looked up, the head runs on sampled tokens only.
+The lower bound ("floor") of a phase is its floating-point work divided by the rate of a float32 product of the model's
+shapes, measured in the same call with the same number of threads. Work: 2 operations per parameter and token in a
+forward pass, 6 in forward and backward; embeddings are looked up, and the head runs on sampled tokens only.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ WARMUP = 2
 
 
 def main() -> None:
+    """Run the recipe, print the table and write the results."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = run_recipe(Path(temporary) / "run", "threads=1", *sys.argv[1:])
         steps = read_metrics(folder, "rl")[WARMUP:]
@@ -35,7 +36,7 @@ def main() -> None:
     body, head = config["num_hidden_layers"] * layer, hidden * vocabulary
     sampled, tree = tokens["sampled"], tokens["tree"]
     work = {"rollout": 2 * (body * tree + head * sampled), "update": 6 * (body * tree + head * sampled)}
-    # rows of a decoding step on the left, of a training row on the right
+    # 128 rows as in a decoding step, 2048 as in a training row
     rate = {"rollout": matmul_gflops(128, hidden, inner), "update": matmul_gflops(2048, hidden, inner)}
 
     total = median(sum(m["seconds"].values()) for m in steps)
@@ -49,10 +50,12 @@ def main() -> None:
     transitions = median(m["seconds"]["sleep"] + m["seconds"]["handover"] for m in steps) / total
     seconds = {name: median(m["seconds"][name] for m in steps) for name in work}
     print(
-        f"\nsampled {sampled:.0f} tokens a step, {sampled / seconds['rollout']:,.0f} tokens/s while sampling; trained {tree:.0f} tree tokens a step"
+        f"\nsampled {sampled:.0f} tokens a step, {sampled / seconds['rollout']:,.0f} tokens/s while sampling; "
+        f"trained {tree:.0f} tree tokens a step"
     )
     print(
-        f"matrix products: {rate['rollout']:.0f} GFLOP/s at 128 rows, {rate['update']:.0f} at 2,048; transitions {transitions:.2%} of a step"
+        f"matrix products: {rate['rollout']:.0f} GFLOP/s at 128 rows, {rate['update']:.0f} at 2,048; "
+        f"transitions {transitions:.2%} of a step"
     )
     share = {name: work[name] / rate[name] / 1e9 / seconds[name] for name in work}
     save_result(
@@ -60,13 +63,14 @@ def main() -> None:
         {"rows": rows, "work": work, "gflops": rate, "share_of_floor": share, "transitions": transitions, **tokens},
     )
     print(
-        f"phases: step_s={total:.3f} sampled_tokens_per_s={sampled / seconds['rollout']:.0f} rollout_floor_share={share['rollout']:.3f} "
-        f"update_floor_share={share['update']:.3f} transitions={transitions:.4f} mismatch_kl={max(m['mismatch_kl'] for m in steps):.1e}"
+        f"phases: step_s={total:.3f} sampled_tokens_per_s={sampled / seconds['rollout']:.0f} "
+        f"rollout_floor_share={share['rollout']:.3f} update_floor_share={share['update']:.3f} "
+        f"transitions={transitions:.4f} mismatch_kl={max(m['mismatch_kl'] for m in steps):.1e}"
     )
 
 
 def token_counts(folder: Path, steps: list[int]) -> dict[str, float]:
-    """Means a step: tokens sampled, and tokens of the group trees (each prompt once)."""
+    """Return means per step: sampled tokens, and tokens of the group trees (each prompt once)."""
     from hybrid_rl.run_folder.rollouts import read_rollouts
 
     sampled, tree = [], []

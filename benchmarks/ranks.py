@@ -1,11 +1,11 @@
-"""Seconds of an RL step on one rank and on two, for the recipe's model and for one of about 10 M parameters.
+"""Measure an RL step on one rank and on two, for the recipe's model and for one of about 10 M parameters.
 
     python benchmarks/ranks.py [overrides]
 
-The floor is what two ranks could gain here at best: two one-rank runs at the same time each take `slowdown` times as long as
-one alone, since they share caches, memory and clock; two ranks that divide a step perfectly then gain 2 / slowdown.
-One thread a rank. Hardly trained models and a reward without a goal: completions run to their limit, no group is silent,
-so every step has about the same work.
+"possible" is the best speed-up that two ranks could reach here: two one-rank runs at the same time each take `slowdown`
+times as long as one alone, since they share caches, memory and clock; two ranks that divide a step perfectly gain 2 /
+slowdown. Each rank uses one thread. Models are hardly trained and rewards are random, so that completions run to their
+limit, no group is silent, and every step has about the same work.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from common import read_metrics, run_recipe, save_result, table
 
 WARMUP = 2
-WAYS = ("sharded", "replicas")  # of two ranks: each half of the parameters, or all of them (policy.shard=1)
+WAYS = ("sharded", "replicas")  # two ranks hold half of the parameters each, or all of them (policy.shard=1)
 COMMON = (
     "threads=1",
     "device=cpu",
@@ -34,15 +34,21 @@ COMMON = (
 MODELS = {
     "tiny": ("rl.steps=10", "rollout.max_tokens=32"),
     "10M": (
-        "model.tiny.layers=6", "model.tiny.hidden_size=384", "model.tiny.intermediate_size=1024", "model.tiny.heads=6",
-        "model.tiny.kv_heads=2", "model.tiny.head_dim=64",
-        "rl.steps=6", "rollout.batch_size=64", "rollout.max_tokens=32",
+        "model.tiny.layers=6",
+        "model.tiny.hidden_size=384",
+        "model.tiny.intermediate_size=1024",
+        "model.tiny.heads=6",
+        "model.tiny.kv_heads=2",
+        "model.tiny.head_dim=64",
+        "rl.steps=6",
+        "rollout.batch_size=64",
+        "rollout.max_tokens=32",
     ),
-}  # fmt: skip
+}
 
 
 def seconds(folder: Path) -> dict[str, float]:
-    """Median of each phase and of the whole step, and what a step was trained on."""
+    """Return the median seconds of each phase and of the whole step, and the mean number of rollouts."""
     steps = read_metrics(folder, "rl")[WARMUP:]
     phases = {name: median(m["seconds"][name] for m in steps) for name in steps[0]["seconds"]}
     return {
@@ -53,6 +59,7 @@ def seconds(folder: Path) -> dict[str, float]:
 
 
 def measure(folder: Path, settings: tuple[str, ...]) -> dict[str, Any]:
+    """Return the seconds of a step on one rank, on two (sharded, replicas), and of two one-rank runs side by side."""
     one = seconds(run_recipe(folder / "one", "ranks=1", *settings))
     two = seconds(run_recipe(folder / "two", "ranks=2", *settings))
     replicas = seconds(run_recipe(folder / "replicas", "ranks=2", "policy.shard=1", *settings))
@@ -68,6 +75,7 @@ def measure(folder: Path, settings: tuple[str, ...]) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Measure each model, print the table and write the results."""
     rows, results = [], {}
     with tempfile.TemporaryDirectory() as temporary:
         for model, settings in MODELS.items():
@@ -75,9 +83,7 @@ def main() -> None:
             one, beside = measured["one"], measured["beside"]
             for name in (n for n in one if n != "rollouts"):
                 gains = [one[name] / measured[way][name] for way in WAYS]
-                small = (
-                    one[name] < 0.01 * one["step"]
-                )  # nothing to gain, and the ratio of two small numbers says nothing
+                small = one[name] < 0.01 * one["step"]  # the ratio of two small numbers means nothing
                 ratios = [""] * 3 if small else [f"{gain:.2f}" for gain in (*gains, 2 * one[name] / beside[name])]
                 rows.append((model, name, one[name], *(measured[way][name] for way in WAYS), beside[name], *ratios))
     header = (

@@ -1,10 +1,10 @@
-"""TRL's side of vs_trl.py: GRPOTrainer on the same model folder, tasks and step, in TRL's own environment.
+"""Measure TRL's GRPOTrainer for vs_trl.py: the same model folder, tasks and step, in TRL's own environment.
 
     python -m venv .venv-trl && .venv-trl/bin/pip install torch==2.13.0  # a CPU build will do
     .venv-trl/bin/pip install trl==1.16.0 transformers==5.24.0 accelerate==1.15.0 datasets==5.2.0
-    .venv-trl/bin/python benchmarks/trl_side.py --model FOLDER --prompts tasks.jsonl --steps 20 --warmup 3 --out trl.json
+    .venv-trl/bin/python benchmarks/trl_side.py --model FOLDER --prompts tasks.jsonl --steps 20 --warmup 3 --out x.json
 
-It imports nothing of hybrid_rl. One line of the tasks is {"messages": [...], "answer": "..."}, in training order.
+It does not import hybrid_rl. Each line of the tasks is {"messages": [...], "answer": "..."}, in training order.
 """
 
 # mypy: disallow-subclassing-any=False, disallow-untyped-calls=False, ignore-missing-imports
@@ -25,6 +25,7 @@ from typing import Any
 
 
 def arguments() -> argparse.Namespace:
+    """Return the arguments of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="a Hugging Face folder")
     parser.add_argument("--prompts", required=True, type=Path, help="tasks as JSON lines")
@@ -45,7 +46,7 @@ def arguments() -> argparse.Namespace:
 
 
 args = arguments()
-# Read once when the libraries load, so set before they are imported.
+# the libraries read these once when they load, so they are set before the imports
 os.environ.update(
     OMP_NUM_THREADS=str(args.threads), MKL_NUM_THREADS=str(args.threads), RAYON_NUM_THREADS=str(args.threads)
 )
@@ -65,18 +66,18 @@ from transformers import PrinterCallback, TrainerCallback, TrainerControl, Train
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
 transformers.utils.logging.disable_progress_bar()
-warnings.filterwarnings("ignore", category=FutureWarning)  # TRL's own use of names that transformers renames
+warnings.filterwarnings("ignore", category=FutureWarning)  # TRL uses names that transformers has renamed
 ANSWER = re.compile(r"<reversed_text>(.*?)</reversed_text>", re.DOTALL)
 
 
 def similarity(completion: str, answer: str) -> float:
-    """difflib's ratio of the text in the first answer tag to the answer; without a tag 0."""
+    """Return difflib's ratio of the text in the first answer tag and the answer; 0 without a tag."""
     found = ANSWER.search(completion)
     return SequenceMatcher(None, found.group(1).strip(), answer).ratio() if found else 0.0
 
 
 class Measured(GRPOTrainer):
-    """GRPOTrainer that notes, for each batch it samples, the seconds and the sampled tokens."""
+    """A GRPOTrainer that records the seconds and the sampled tokens of each sampled batch."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -92,7 +93,7 @@ class Measured(GRPOTrainer):
 
 
 class Clock(TrainerCallback):
-    """Wall and CPU seconds from the end of one optimizer step to the end of the next: everything in between counts."""
+    """A callback that records wall and CPU seconds at the end of each optimizer step."""
 
     def __init__(self) -> None:
         self.wall: list[float] = []
@@ -112,24 +113,52 @@ class Clock(TrainerCallback):
 
 
 def settings(folder: str) -> GRPOConfig:
-    """The comparison's step, and of TRL's ways to compute it the fastest measured on one CPU thread."""
+    """Return the settings of the comparison, with the fastest of TRL's options measured on one CPU thread."""
     fields: dict[str, Any] = dict(  # noqa: C408 - reads as the call it becomes
         # The step: batch_size / group_size prompts in the given order, one optimizer step a batch, no reference model.
-        num_generations=args.group_size, max_completion_length=args.max_tokens, shuffle_dataset=False, max_steps=args.steps,
-        temperature=args.temperature, top_p=1.0, top_k=0, mask_truncated_completions=False,
-        loss_type="dapo", scale_rewards="none", beta=0.0, num_iterations=1, epsilon=0.2,
-        learning_rate=args.lr, lr_scheduler_type="constant", adam_beta1=0.9, adam_beta2=0.95, weight_decay=0.0, max_grad_norm=1.0,
-        # Splits, in CPU seconds a step (tiny model, 3,500 tokens a step, the same in all; best of 2-5 runs, which differ by 10 %):
-        # 128 x 1 1.20, 32 x 4 1.22, 16 x 8 1.25, 64 x 2 1.26. Others: eager attention 1.32 (1.22 at 32 x 4), static cache 1.23 (1.41
-        # in its second run), adamw_torch 1.34, continuous batching 8.3; torch.compile had not done six steps after 110 s.
-        per_device_train_batch_size=args.batch_size, gradient_accumulation_steps=1,
+        num_generations=args.group_size,
+        max_completion_length=args.max_tokens,
+        shuffle_dataset=False,
+        max_steps=args.steps,
+        temperature=args.temperature,
+        top_p=1.0,
+        top_k=0,
+        mask_truncated_completions=False,
+        loss_type="dapo",
+        scale_rewards="none",
+        beta=0.0,
+        num_iterations=1,
+        epsilon=0.2,
+        learning_rate=args.lr,
+        lr_scheduler_type="constant",
+        adam_beta1=0.9,
+        adam_beta2=0.95,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        # Batch splits in CPU seconds a step (tiny model, 3,500 tokens a step, the same in all; best of 2-5 runs, which
+        # differ by 10 %): 128 x 1 1.20, 32 x 4 1.22, 16 x 8 1.25, 64 x 2 1.26. Others: eager attention 1.32 (1.22 at
+        # 32 x 4), static cache 1.23 (1.41 in its second run), adamw_torch 1.34, continuous batching 8.3; torch.compile
+        # had not done six steps after 110 s.
+        per_device_train_batch_size=args.batch_size,
+        gradient_accumulation_steps=1,
         # Float32 on the CPU. TRL's own defaults are bfloat16 and gradient checkpointing.
-        use_cpu=True, bf16=False, gradient_checkpointing=False, optim="adamw_torch_fused", disable_dropout=True,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        optim="adamw_torch_fused",
+        disable_dropout=True,
         model_init_kwargs={"dtype": "float32", "attn_implementation": "sdpa"},
-        # Nothing beside the training.
-        output_dir=folder, save_strategy="no", eval_strategy="no", logging_strategy="no", report_to="none", disable_tqdm=True,
-        logging_nan_inf_filter=False, dataloader_pin_memory=False, seed=args.seed,
-    )  # fmt: skip
+        # No saving, evaluation or logging.
+        output_dir=folder,
+        save_strategy="no",
+        eval_strategy="no",
+        logging_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        logging_nan_inf_filter=False,
+        dataloader_pin_memory=False,
+        seed=args.seed,
+    )
     config = GRPOConfig(**(fields | args.overrides))
     if (
         config.generation_batch_size != args.batch_size
@@ -142,6 +171,7 @@ def settings(folder: str) -> GRPOConfig:
 
 
 def main() -> None:
+    """Train and write the measurements to --out."""
     torch.set_num_threads(args.threads)
     tasks = [json.loads(line) for line in args.prompts.read_text(encoding="utf-8").splitlines()]
     needed = args.steps * args.batch_size // args.group_size
@@ -173,10 +203,14 @@ def main() -> None:
         )
     versions = {module.__name__: module.__version__ for module in (trl, transformers, accelerate, torch)}
     result = {
-        "seconds_per_step": median(steps), "cpu_seconds_per_step": median(cpu), "steps": steps,
-        "generate_seconds": median(trainer.generate_seconds[measured]), "tokens_per_step": mean(trainer.tokens[measured]),
-        "reward": rewards, "versions": versions,
-    }  # fmt: skip
+        "seconds_per_step": median(steps),
+        "cpu_seconds_per_step": median(cpu),
+        "steps": steps,
+        "generate_seconds": median(trainer.generate_seconds[measured]),
+        "tokens_per_step": mean(trainer.tokens[measured]),
+        "reward": rewards,
+        "versions": versions,
+    }
     args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 

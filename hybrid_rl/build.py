@@ -24,7 +24,7 @@ from hybrid_rl.policy import tiny
 from hybrid_rl.policy.model import Policy, pick_device
 from hybrid_rl.policy.offload import release_cached
 from hybrid_rl.policy.sharding import local
-from hybrid_rl.preflight.budget import check_lengths, check_room, later_bytes, measure
+from hybrid_rl.preflight.budget import check_budget, check_lengths, later_bytes, measure
 from hybrid_rl.processes.hangs import phase
 from hybrid_rl.processes.ranks import Ranks
 from hybrid_rl.report.console import Console
@@ -70,7 +70,7 @@ def build(start: Start) -> Session:
     sizes = ranks.from_main(lambda: measure(config, model_folder))
     start.notes.extend(checked.notes)
     start.notes.extend(ranks.from_main(lambda: check_lengths(config, sizes, checked.longest)))
-    ranks.from_main(lambda: check_room(config, sizes, device, ranks, folder))
+    ranks.from_main(lambda: check_budget(config, sizes, device, ranks, folder))
     with phase("reward check", loading=True):
         start.notes.extend(ranks.on_all(lambda: start.scorer.check([*tasks.rl, *tasks.eval])))
     torch.manual_seed(config.seed)  # adapters begin at random

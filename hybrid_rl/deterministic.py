@@ -1,4 +1,4 @@
-"""deterministic=true: the same bits on every run with the same settings, on the same machine and number of ranks."""
+"""Make runs with deterministic=true reproducible to the bit, on the same machine, settings and number of ranks."""
 
 from __future__ import annotations
 
@@ -9,35 +9,41 @@ import numpy as np
 import torch
 from torch import Tensor
 
-BLOCK = 256  # entries that one product sums up
+BLOCK = 256  # entries that one matrix product sums
 
 
 def make_deterministic(seed: int) -> None:
-    """Before anything is computed or another process started: operations without a deterministic form raise from now on.
+    """Seed and configure Python, NumPy and torch; call it before computing anything or starting another process.
 
-    Child processes, the reward's workers among them, order sets and dicts of text alike from run to run.
+    Afterwards torch operations without a deterministic implementation raise. Child processes, such as reward workers,
+    hash text, and so order sets, in the same way in every run.
     """
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # or cuBLAS picks how it sums by what is free
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # otherwise cuBLAS chooses the order of sums by free memory
     os.environ["PYTHONHASHSEED"] = str(seed % 2**32)
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a check that costs a pass over memory
+    # filling is a debugging aid that costs a pass over memory
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
     random.seed(seed)
     np.random.seed(seed % 2**32)
 
 
 def seed_all(number: int) -> None:
-    """Seed the generators of Python, NumPy and torch. A step does, with a number that follows from the run's seed and the step: what a recipe
-    draws in it is the same on every rank, and a resumed run draws it again without any generator's state."""
+    """Seed the generators of Python, NumPy and torch.
+
+    Each step calls it with a number derived from the run's seed and the step: what a recipe draws in the step is then the
+    same on every rank and in a resumed run, without saving the state of a generator.
+    """
     random.seed(number)
     np.random.seed(number % 2**32)
     torch.manual_seed(number)
 
 
 def cumsum(values: Tensor, rising: bool = False) -> Tensor:
-    """Running sums along the last dimension of [N] or [n, V]. CUDA's own are in no fixed order, and refused where that matters: then by products.
+    """Return cumulative sums along the last dimension of `values`, [N] or [n, V], in its dtype.
 
-    `rising`: no value is negative, and no sum may be smaller than the one before, by rounding either.
+    CUDA's cumsum has no fixed order of summation and raises in deterministic mode; matrix products replace it there.
+    Pass `rising` if no value is negative: no sum is then smaller than the one before, even by rounding.
     """
     if values.device.type == "cuda" and torch.are_deterministic_algorithms_enabled():
         sums = cumsum_by_products(values)
@@ -46,7 +52,7 @@ def cumsum(values: Tensor, rising: bool = False) -> Tensor:
 
 
 def cumsum_by_products(values: Tensor) -> Tensor:
-    """Within blocks, then over blocks: two products with triangles of ones, whose order is fixed."""
+    """Return cumulative sums along the last dimension by products with triangular matrices, whose order is fixed."""
     count = values.shape[-1]
     blocks = torch.nn.functional.pad(values, (0, -count % BLOCK)).unflatten(-1, (-1, BLOCK))
     within = blocks @ values.new_ones(BLOCK, BLOCK).triu()

@@ -1,4 +1,4 @@
-"""What this machine can run, and why not the rest: python -m hybrid_rl.doctor."""
+"""Check what this machine can run, and print what is missing for the rest: python -m hybrid_rl.doctor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hybrid_rl.sandbox import run as sandbox
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing looked at; `fix` says what to do where it is not as wanted. What is optional only narrows what can run."""
+    """The result of one check; `fix` says what to do if it failed. Runs are possible without what is optional."""
 
     name: str
     ok: bool
@@ -28,7 +28,7 @@ class Check:
 
 
 def checks(output_dir: Path = Path(".")) -> list[Check]:
-    """Every requirement, the ones of parts that cannot run here included."""
+    """Return the results of all checks, those of parts that cannot run here included."""
     version = sys.version_info
     result = [Check("Python 3.11 or newer", version >= (3, 11), platform.python_version(), "install a newer Python")]
     for package in ("torch", "transformers", "tokenizers", "accelerate", "hydra", "safetensors", "pyarrow", "rich"):
@@ -70,30 +70,23 @@ def _disk(folder: Path) -> Check:
         "disk",
         free >= 1 and os.access(folder, os.W_OK),
         f"{free:.0f} GiB free in {folder.resolve()}",
-        "choose a writable output_dir with room",
+        "choose a writable output_dir with at least 1 GiB of free space",
     )
 
 
 def _gpu() -> list[Check]:
     if importlib.util.find_spec("torch") is None:
-        return []  # said by its own line
+        return []  # the check of the package reports it
     import torch
 
     if not torch.cuda.is_available():
         built = (
             "this torch is built without CUDA"
             if torch.version.cuda is None
-            else f"torch is built for CUDA {torch.version.cuda}, no GPU answers"
+            else f"torch is built for CUDA {torch.version.cuda}, but finds no GPU"
         )
-        return [
-            Check(
-                "GPU",
-                False,
-                built,
-                "not needed: training runs on the CPU; for a GPU install a CUDA build of torch and its driver",
-                True,
-            )
-        ]
+        fix = "optional: training runs on the CPU; for a GPU install a CUDA build of torch and its driver"
+        return [Check("GPU", False, built, fix, optional=True)]
     memory = torch.cuda.get_device_properties(0).total_memory / 2**30
     return [
         Check("GPU", True, f"{torch.cuda.device_count()} × {torch.cuda.get_device_name(0)}, {memory:.0f} GiB"),
@@ -104,7 +97,10 @@ def _gpu() -> list[Check]:
 def _flash() -> Check:
     from hybrid_rl.attention import flash
 
-    fix = "optional: with flash-attention 2 packed rows attend in one kernel instead of one call a sample: pip install flash-attn"
+    fix = (
+        "optional: flash-attention 2 computes attention of packed rows in one kernel instead of one call per sample: "
+        "pip install flash-attn"
+    )
     return Check(
         "flash-attention", flash.varlen is not None, flash.problem or _version("flash_attn"), fix, optional=True
     )
@@ -125,7 +121,10 @@ def _sglang() -> Check:
 
 
 def _memory_sharing() -> list[Check]:
-    """What keeps a trainer and SGLang from sharing a GPU's memory, and which settings SGLang will not get; nothing without SGLang."""
+    """Return checks of what prevents trainer and SGLang from sharing GPU memory, and of variables withheld from SGLang.
+
+    The list is empty without SGLang.
+    """
     if interface.installed() is None:
         return []
     scope = PTRACE.read_text().strip() if PTRACE.is_file() else "0"
@@ -136,24 +135,27 @@ def _memory_sharing() -> list[Check]:
             "ptrace_scope",
             scope in ("0", ""),
             f"kernel.yama.ptrace_scope={scope}",
-            "for engine=sglang on a GPU: processes must map each other's memory; sudo sysctl kernel.yama.ptrace_scope=0",
+            "for engine=sglang on a GPU: processes must map each other's memory; "
+            "sudo sysctl kernel.yama.ptrace_scope=0",
             optional=True,
         ),
         Check(
             "allocator",
             not expandable,
             "expandable_segments:True" if expandable else "no expandable segments",
-            "for engine=sglang on a GPU: such memory cannot be shared; take expandable_segments out of PYTORCH_CUDA_ALLOC_CONF",
+            "for engine=sglang on a GPU: expandable segments cannot be shared; "
+            "remove expandable_segments from PYTORCH_CUDA_ALLOC_CONF",
             optional=True,
         ),
         Check(
             "SGLang's variables",
             not (names := interface.withheld()),
             ", ".join(names) or "none are set",
-            "its process is started without them: they could change its samples, or the memory it gives back; use engine.arguments",
+            "SGLang's process is started without them, since they could change its samples or the memory it releases; "
+            "use engine.arguments",
             optional=True,
         ),
-        _package("torch_memory_saver", "engine=sglang gives memory back with it: pip install torch_memory_saver"),
+        _package("torch_memory_saver", "engine=sglang releases memory with it: pip install torch_memory_saver"),
         _package("sgl_kernel", f"SGLang's kernels: {interface.INSTALL}"),
     ]
 
@@ -175,7 +177,7 @@ def _optional(name: str, package: str, purpose: str, extra: str) -> Check:
 
 
 def main() -> int:
-    """Print the checks; exit code 1 when something that every run needs is missing."""
+    """Print the checks; return exit code 1 if something that every run needs is missing."""
     results = checks()
     for check in results:
         mark = "ok  " if check.ok else "no  "
@@ -186,13 +188,12 @@ def main() -> int:
         gpu = any(check.name == "GPU" and check.ok for check in results)
         print("  engine local   " + ("on the GPU, bfloat16 compute" if gpu else "on the CPU, float32"))
         if any(check.name == "SGLang" and check.ok for check in results):
-            print(
-                "  engine sglang  in a process of its own"
-                + ("" if gpu else " (on the CPU only for tests: make test-sglang)")
-            )
+            tests = "" if gpu else " (on the CPU only for tests: make test-sglang)"
+            print(f"  engine sglang  in its own process{tests}")
         print("  ranks          " + ("one for each GPU" if gpu else f"1, or several on its {cores()} cores (ranks=N)"))
         print(
-            "  models         the embedded tiny Qwen3; any full-attention causal LM folder of transformers (preset=qwen3 model.path=…)"
+            "  models         the embedded tiny Qwen3; any full-attention causal LM folder of transformers "
+            "(preset=qwen3 model.path=…)"
         )
     return 0 if needed else 1
 

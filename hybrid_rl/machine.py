@@ -1,4 +1,4 @@
-"""Facts about this machine and its software: versions, cores, memory, GPUs."""
+"""Report facts about this machine and its software: versions, cores, memory, GPUs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import psutil
 
 @cache
 def versions() -> dict[str, str]:
-    """What a run's numbers depend on beside its settings; `source` is a checksum over hybrid_rl's own files."""
+    """Return the versions of Python and packages; `source` is a checksum (CRC-32) over hybrid_rl's files."""
     packages = ("torch", "transformers", "tokenizers", "accelerate", "hydra-core", "safetensors", "numpy")
     found = {
         name: importlib.metadata.version(name)
@@ -33,7 +33,7 @@ def versions() -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """Facts about this machine: cpu, cores, memory_gib, and the GPUs torch sees (or None)."""
+    """Return cpu (its name), cores, memory_gib, and gpu: the GPUs that torch sees, or None."""
     import torch
 
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -42,7 +42,7 @@ def machine() -> dict[str, Any]:
 
 
 def cores() -> int:
-    """Return the CPU cores that this process may use: fewer than the machine's under taskset, or under a container's CPU quota."""
+    """Return the number of CPU cores that this process may use, by its affinity and its container's CPU quota."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for folder in _cgroups("cpu"):
         words = _words(folder / "cpu.max") or _words(folder / "cpu.cfs_quota_us") + _words(folder / "cpu.cfs_period_us")
@@ -52,12 +52,12 @@ def cores() -> int:
 
 
 def total_memory() -> int:
-    """Return the bytes of memory that this machine has, or that its container may use."""
+    """Return the bytes of memory of this machine, or the limit of its container if that is smaller."""
     return min([psutil.virtual_memory().total, *(limit for limit, _ in _memory_limits())])
 
 
 def free_memory() -> int:
-    """Return the bytes that can still be had: of the machine, and of every container that this process is in."""
+    """Return the bytes of memory that are still available on this machine and in its container."""
     return min([psutil.virtual_memory().available, *(max(0, limit - used) for limit, used in _memory_limits())])
 
 
@@ -65,7 +65,10 @@ CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def _memory_limits() -> Iterator[tuple[int, int]]:
-    """(limit, used) in bytes of each control group around this process that has a limit. Cached files, which give way, are not in use."""
+    """Yield (limit, used) in bytes of each control group around this process that has a limit.
+
+    Inactive cached files, which the kernel can drop, do not count as used.
+    """
     for folder in _cgroups("memory"):
         limit, used = (
             next((int(w) for w in (*_words(folder / new), *_words(folder / old)) if w.isdecimal()), None)
@@ -79,7 +82,10 @@ def _memory_limits() -> Iterator[tuple[int, int]]:
 
 
 def _cgroups(controller: str) -> Iterator[Path]:
-    """The folders of this process's control groups that limit it, the innermost first: version 2, and version 1's of that controller."""
+    """Yield the folders of the control groups that limit this process, the innermost first.
+
+    These are the groups of version 2, and those of `controller` in version 1. psutil does not read control groups.
+    """
     try:
         lines = OWN_CGROUPS.read_text().splitlines()
     except OSError:  # not Linux
@@ -89,7 +95,7 @@ def _cgroups(controller: str) -> Iterator[Path]:
         if controllers and controller not in controllers.split(","):
             continue
         root = CGROUPS / controller if controllers else CGROUPS
-        inside = root / path.strip("/")  # a container often sees the path outside of it, and its own group as the root
+        inside = root / path.strip("/")  # a container may see the path on the host here, and its own group as the root
         yield from (folder for folder in (inside, *inside.parents) if folder.is_relative_to(root) and folder.is_dir())
 
 

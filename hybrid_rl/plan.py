@@ -1,4 +1,4 @@
-"""The dry run: load everything that is cheap, check it, and say what a run would do and how much memory it would take."""
+"""Print the plan of a run (dry_run=true): load and check what is cheap, and compute its work, memory and disk space."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from hybrid_rl.policy.layout import choose_layout, first_fit_decreasing
 from hybrid_rl.policy.model import compute_dtype, pick_device
 from hybrid_rl.preflight.budget import (
     Sizes,
+    check_budget,
     check_lengths,
-    check_room,
     disk_bytes,
     measure,
     memory_by_phase,
@@ -37,7 +37,11 @@ from hybrid_rl.run_folder.clock import FILE, read_clock
 
 
 def print_plan(config: Config, folder: Path, console: Console, ranks: Ranks) -> None:
-    """Raises the same errors a run in `folder` would for a bad model folder, data set or reward, and for too little memory or disk."""
+    """Print what a run in `folder` would do.
+
+    Raises the errors that the run would raise for a bad model folder, data set or reward, or too little memory or disk
+    space.
+    """
     device, r = pick_device(config.device), config.rollout
     check_parts(config)
     wanted = r.batch_size // r.group_size if config.rl.steps else 0
@@ -50,9 +54,13 @@ def print_plan(config: Config, folder: Path, console: Console, ranks: Ranks) -> 
     now = read_clock(Path(config.resume)) if (Path(config.resume) / FILE).exists() else datetime.now()
     fix_template(tokenizer, template_arguments(config.data), now)
     checked = check_prompts(
-        tasks, tokenizer, sizes.model.get_text_config().vocab_size,
-        max_tokens=r.max_prompt_tokens, row_tokens=config.policy.row_tokens, sft=bool(config.sft.steps),
-    )  # fmt: skip
+        tasks,
+        tokenizer,
+        sizes.model.get_text_config().vocab_size,
+        max_tokens=r.max_prompt_tokens,
+        row_tokens=config.policy.row_tokens,
+        sft=bool(config.sft.steps),
+    )
     lengths = check_lengths(config, sizes, checked.longest)
     prompts = [*checked.lengths["rl"], *checked.lengths["eval"]]
     scorer = Scorer(config.reward, 1, r.reward_timeout, r.reward_start_timeout)
@@ -67,16 +75,15 @@ def print_plan(config: Config, folder: Path, console: Console, ranks: Ranks) -> 
         f"machine    {here['cpu']}, {here['cores']} cores, {here['memory_gib']:.0f} GiB; {here['gpu'] or 'no GPU'}"
     )
     compute = str(compute_dtype(config.policy.dtype, device)).removeprefix("torch.")
-    console.say(
-        f"ranks      {ranks.world} ({device.type}), compute {compute}, layout {choose_layout(config.policy.layout, device)}"
-    )
+    layout = choose_layout(config.policy.layout, device)
+    console.say(f"ranks      {ranks.world} ({device.type}), compute {compute}, layout {layout}")
     engine = choose_engine(config.engine.kind, device)
     console.say(f"engine     {engine.value}: {ENGINES[engine]}, {config.engine.slots} completions at a time")
+    model, vocabulary = config.model.path or "embedded tiny Qwen3", sizes.model.vocab_size
+    console.say(f"model      {model}: {sizes.parameters:,} parameters, vocabulary {vocabulary:,}")
     console.say(
-        f"model      {config.model.path or 'embedded tiny Qwen3'}: {sizes.parameters:,} parameters, vocabulary {sizes.model.vocab_size:,}"
-    )
-    console.say(
-        f"tasks      {len(tasks.sft):,} SFT, {len(tasks.rl):,} RL, {len(tasks.eval):,} held out; prompts of {min(prompts)} to {max(prompts)} tokens"
+        f"tasks      {len(tasks.sft):,} SFT, {len(tasks.rl):,} RL, {len(tasks.eval):,} held out; "
+        f"prompts of {min(prompts)} to {max(prompts)} tokens"
     )
     removed = removed_signal(config.algo.advantage, config.algo.silent_by)
     for note in [*notes, *checked.notes, *lengths, *filter(None, [removed])]:
@@ -85,7 +92,8 @@ def print_plan(config: Config, folder: Path, console: Console, ranks: Ranks) -> 
     if config.sft.steps:
         answers = [demonstration(task, tokenizer, r.max_prompt_tokens).sampled for task in tasks.sft[:1000]]
         console.say(
-            f"SFT        {config.sft.steps} steps × {config.sft.batch_size} demonstrations of {statistics.fmean(answers):.0f} tokens, lr {config.sft.optimizer.lr:g}"
+            f"SFT        {config.sft.steps} steps × {config.sft.batch_size} demonstrations of "
+            f"{statistics.fmean(answers):.0f} tokens, lr {config.sft.optimizer.lr:g}"
         )
         console.say(_batch_line("typical", config, prompt, min(statistics.fmean(answers), r.max_tokens)))
     console.say(_batch_line("at most", config, max(prompts), r.max_tokens))
@@ -102,22 +110,24 @@ def print_plan(config: Config, folder: Path, console: Console, ranks: Ranks) -> 
         console.say(line)
     rollouts, keep = rollout_bytes(config, len(tasks.eval)) / 2**30, r.keep_steps or "all"
     console.say(
-        f"disk       {disk_bytes(config, sizes) / 2**30:.2f} GiB for checkpoints and exported models, about {rollouts:.2f} GiB for rollouts of "
-        f"rollout.max_tokens={r.max_tokens} (rollout.keep_steps={r.keep_steps}: {keep} steps)"
+        f"disk       {disk_bytes(config, sizes) / 2**30:.2f} GiB for checkpoints and exported models, "
+        f"about {rollouts:.2f} GiB for rollouts of rollout.max_tokens={r.max_tokens} "
+        f"(rollout.keep_steps={r.keep_steps}: {keep} steps)"
     )
-    check_room(config, sizes, device, ranks, folder)
+    check_budget(config, sizes, device, ranks, folder)
 
 
 def _batch_line(label: str, config: Config, prompt: float, completion: float) -> str:
-    """How a step's rollouts become rows, for completions of one length."""
+    """Return a line on how many rows the rollouts of a step fill, if all completions have `completion` tokens."""
     r, row = config.rollout, config.policy.row_tokens
     sample = round(prompt + completion)
     rows = len(first_fit_decreasing([sample] * r.batch_size, row))
     groups = r.batch_size // r.group_size
     tree = round(groups * prompt + r.batch_size * completion)
     return (
-        f"{label:<11}{groups} tasks × {r.group_size} = {r.batch_size} rollouts of {sample} tokens = {r.batch_size * sample:,} tokens "
-        f"→ {rows} rows of {row:,} ({row // sample} samples a row); as group trees {tree:,} tokens"
+        f"{label:<11}{groups} tasks × {r.group_size} = {r.batch_size} rollouts of {sample} tokens = "
+        f"{r.batch_size * sample:,} tokens → {rows} rows of {row:,} ({row // sample} samples a row); "
+        f"as group trees {tree:,} tokens"
     )
 
 

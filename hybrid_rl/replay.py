@@ -1,14 +1,15 @@
-"""Run forward and backward again on a batch that a run kept because a number in it was not finite (see hybrid_rl/run_folder/bad_batch.py).
+"""Replay a batch that a run kept because it had a non-finite number (see hybrid_rl/run_folder/bad_batch.py).
 
 - python -m hybrid_rl.replay outputs/reverse/<run>/bad/step_000012
-- every batch that a run kept: python -m hybrid_rl.replay outputs/reverse/<run>
-- elsewhere than on the GPU: … --device cpu
+- all batches of a run: python -m hybrid_rl.replay outputs/reverse/<run>
+- on the CPU: … --device cpu
 - with a loss of your own: … --loss my_module.loss
 
-A folder may come from anyone, so it decides nothing that is run: its loss must be one of hybrid_rl, or the one that the command line names.
+A folder may come from someone else, so it cannot choose code to run: its loss must be one of hybrid_rl, or the one that
+the command line names.
 
-One process. Each sample is computed alone, then all of them in the rows of the update. The exit code is 1 where a number is not finite
-again, 0 where all are finite here, 2 where there is nothing to replay.
+Forward and backward run in one process, for each sample alone and then for all samples in the rows of the update. The
+exit code is 1 if a number is non-finite again, 0 if all are finite, 2 if there is nothing to replay.
 """
 
 from __future__ import annotations
@@ -48,11 +49,12 @@ from hybrid_rl.types import Rollout
 
 
 def check_loss(loss: Any, own: str, file: Path) -> None:
-    """Raise CheckpointError unless `loss` is defined by a file of hybrid_rl.algo, or is `own`, and its arguments call nothing."""
+    """Raise CheckpointError unless `loss` is one of hybrid_rl.algo or `own`, and its arguments call no function."""
     target = loss.get("_target_") if isinstance(loss, dict) else None
     if not isinstance(target, str) or (target != own and not is_own(target)):
         raise CheckpointError(
-            f"{file}: algo.loss={target} is not a loss of hybrid_rl; if it is yours and you trust it, add --loss {target}"
+            f"{file}: algo.loss={target} is not a loss of hybrid_rl; "
+            f"if it is yours and you trust it, add --loss {target}"
         )
     arguments = [value for key, value in loss.items() if key != "_target_"] + [
         {key: 0} for key in loss if key != "_target_"
@@ -62,7 +64,8 @@ def check_loss(loss: Any, own: str, file: Path) -> None:
         if isinstance(value, dict):
             if named := next((key for key in value if str(key).startswith("_")), None):
                 raise CheckpointError(
-                    f"{file}: algo.loss has an argument with {named}, and a loss of a kept batch may call nothing else"
+                    f"{file}: algo.loss has an argument with {named}, but a loss of a kept batch "
+                    "may call no function; remove it"
                 )
             arguments += value.values()
         elif isinstance(value, list):
@@ -70,7 +73,7 @@ def check_loss(loss: Any, own: str, file: Path) -> None:
 
 
 def is_own(target: str) -> bool:
-    """Whether a file of hybrid_rl.algo defines it; what it only imports does not count."""
+    """Return whether a file of hybrid_rl.algo defines `target`; a name that it only imports does not count."""
     module, _, name = target.rpartition(".")
     if not re.fullmatch(r"hybrid_rl\.algo\.[a-z0-9_]+", module) or importlib.util.find_spec(module) is None:
         return False
@@ -79,6 +82,8 @@ def is_own(target: str) -> bool:
 
 @dataclass(slots=True)
 class Kept:
+    """A kept batch: its model, rollouts and the columns of numbers that the update was given."""
+
     folder: Path
     facts: dict[str, Any]
     config: Config
@@ -88,7 +93,11 @@ class Kept:
 
     @classmethod
     def load(cls, folder: Path, device: torch.device, own_loss: str = "") -> Kept:
-        """Raise CheckpointError, ModelError or OSError with the reason if something is missing, damaged, or names a loss that is not allowed."""
+        """Return the batch in `folder`, with its model on `device`.
+
+        Raises CheckpointError, ModelError or OSError if something is missing or damaged, or names a loss that is not
+        allowed.
+        """
         try:
             return cls._load(folder, device, own_loss)
         except (CheckpointError, ModelError):
@@ -113,9 +122,9 @@ class Kept:
         schema = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(folder / "config.yaml"))
         config = cast(Config, OmegaConf.to_object(schema))
         check_loss(config.algo.loss, own_loss, folder / "config.yaml")  # before anything else of the folder is used
-        config.policy.shard, config.policy.layout = 0, LayoutKind(facts["layout"])  # here is one process
+        config.policy.shard, config.policy.layout = 0, LayoutKind(facts["layout"])  # there is one process here
         rows = read_rollouts(folder / "rollouts.parquet")
-        columns = load_file(folder / "numbers.safetensors")  # in no order of meaning
+        columns = load_file(folder / "numbers.safetensors")  # the order of the columns has no meaning
         kind = ValueModel if facts["kind"] == "critic" else Policy
         if kind is ValueModel:
             config.policy.lora = LoraConfig()
@@ -134,7 +143,7 @@ class Kept:
         )
 
     def run(self, members: Sequence[int]) -> tuple[dict[str, Tensor], float]:
-        """Forward and backward on some of the rollouts: what came out of each of their tokens, and the norm of their gradient."""
+        """Run forward and backward on some rollouts; return their tokens' numbers by name, and the gradient norm."""
         rollouts = [self.rollouts[i] for i in members]
         scale, temperature = self.facts["scale"], self.config.rollout.temperature
         if self.facts["kind"] == "sft":
@@ -160,7 +169,7 @@ class Kept:
         return found, self._norm() / scale
 
     def _given(self, members: Sequence[int]) -> tuple[Given, Tensor]:
-        """What the update was given of some of the rollouts, and where their tokens lie."""
+        """Return the inputs of the update for some rollouts, and a mask of their sampled tokens."""
         of = sampled_tokens(self.rollouts, self.model.device).rollout_index
         chosen = torch.isin(of, torch.tensor(list(members), device=of.device))
         names = ("advantages", "old_logprobs", "behaviour_logprobs", "corrections", "weights", "ref_logprobs", "look")
@@ -168,23 +177,23 @@ class Kept:
         return Given(rollout=of[chosen], divisor=self.facts["divisor"], **columns), chosen
 
     def _norm(self) -> float:
-        """Of the gradient, which is cleared; infinite or NaN where any of it is."""
+        """Return the norm of the gradient; infinite or NaN if any entry is."""
         norm = nn.utils.get_total_norm([p.grad for p in self.model.trainable.values() if p.grad is not None])
         return float(getattr(norm, "full_tensor", lambda: norm)())
 
     def clear(self) -> None:
+        """Remove all gradients."""
         for parameter in self.model.trainable.values():
             parameter.grad = None
 
 
 def replay(folder: Path, device: torch.device, own_loss: str = "") -> bool:
-    """Print each sample's numbers, and the first that is not finite; returns whether there is one."""
+    """Print the numbers of each sample and the first non-finite one; return whether there is one."""
     kept = Kept.load(folder, device, own_loss)
     facts, rollouts = kept.facts, kept.rollouts
     said = Fault(**{**facts["fault"], "value": float(facts["fault"]["value"])})
-    print(
-        f"{folder}: {'SFT ' if facts['kind'] == 'sft' else ''}step {facts['step']}, version {facts['version']}, {len(rollouts)} rollouts"
-    )
+    stage = "SFT " if facts["kind"] == "sft" else ""
+    print(f"{folder}: {stage}step {facts['step']}, version {facts['version']}, {len(rollouts)} rollouts")
     print(f"recorded: {said}")
     first = find(kept.columns, rollouts)
     print(f"given:    {first or 'every number is finite'}")
@@ -205,31 +214,31 @@ def replay(folder: Path, device: torch.device, own_loss: str = "") -> bool:
         )
     found, norm = kept.run(range(len(rollouts)))
     together = find(found, rollouts) or (None if math.isfinite(norm) else Fault("gradient", norm))
-    print(
-        f"\nall together, in the update's rows: loss {sum(float(c.sum()) for n, c in found.items() if 'loss' in n):.4g}, gradient {norm:.4g}"
-    )
+    loss = sum(float(c.sum()) for n, c in found.items() if "loss" in n)
+    print(f"\nall together, in the update's rows: loss {loss:.4g}, gradient {norm:.4g}")
     for name, parameter in kept.model.trainable.items():
         if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
-            print(f"first parameter whose gradient is not finite: {name}")
+            print(f"first parameter with a non-finite gradient: {name}")
             break
     kept.clear()
     first = first or alone or together
     print(
         f"first:    {first}"
         if first
-        else "every number is finite here; what differs from the run may be the device or the number of ranks"
+        else "every number is finite here; the run may have used another device or number of ranks"
     )
     return first is not None
 
 
 def _range(column: Tensor) -> str:
-    """Smallest and largest, NaN where there is one."""
+    """Return the smallest and the largest number as text; NaN if there is one."""
     return f"{float(column.min()):.4g}…{float(column.max()):.4g}" if len(column) else "–"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m hybrid_rl.replay", description="Compute a kept batch again and name what is not finite."
+        prog="python -m hybrid_rl.replay", description="Compute a kept batch again and name the non-finite numbers."
     )
     parser.add_argument("path", type=Path, help="a folder of bad/, a file in it, or a run's folder")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
@@ -245,7 +254,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     if not folders:
         print(
-            f"hybrid_rl: {chosen.path} holds no batch that was kept (a folder of bad/ in a run's folder)",
+            f"hybrid_rl: {chosen.path} holds no kept batch; name the folder of a run, or a folder in its bad/",
             file=sys.stderr,
         )
         return 2

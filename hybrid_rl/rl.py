@@ -8,9 +8,10 @@ from hybrid_rl.deterministic import seed_all
 from hybrid_rl.engine.base import request_seed
 from hybrid_rl.evaluate import evaluate
 from hybrid_rl.learner import Learner, make_learner
+from hybrid_rl.report.alarms import Alarms
 from hybrid_rl.report.console import NOTHING, step_line
 from hybrid_rl.report.phases import Phases
-from hybrid_rl.report.step_metrics import Alarms, phase_metrics, prompt_metrics, rollout_metrics
+from hybrid_rl.report.step_metrics import phase_metrics, prompt_metrics, rollout_metrics
 from hybrid_rl.rollout.collector import Collector
 from hybrid_rl.session import Session
 

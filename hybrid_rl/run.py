@@ -24,13 +24,11 @@ from typing import TYPE_CHECKING, cast
 
 import hydra
 from hydra import initialize_config_dir
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra._internal.utils import get_args_parser
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from hybrid_rl.config import Config, ConfigError
+from hybrid_rl.preflight.hydra_private import parse_arguments, run_job, run_sweep, sweep_jobs
 from hybrid_rl.preflight.names import parse, split
 from hybrid_rl.preflight.settings import CONF, RESUME, hydra_folders, load, search
 from hybrid_rl.processes import hangs
@@ -75,7 +73,7 @@ def _main(arguments: list[str]) -> int:
     if launched():
         end_with_launcher()
         hangs.begin()
-    given = get_args_parser().parse_intermixed_args(arguments)
+    given = parse_arguments(arguments)
     if given.help or given.hydra_help or given.info or given.cfg or given.shell_completion:
         sys.argv[1:] = arguments
         hydra.main(config_path=str(CONF), config_name="config", version_base="1.3")(lambda _: None)()
@@ -94,7 +92,7 @@ def _main(arguments: list[str]) -> int:
             "-m: a sweep starts the ranks of its jobs itself; run it without another launcher, with ranks=N"
         )
     own = Path(given.config_dir) if given.config_dir else None
-    jobs = BasicSweeper.split_arguments(parse(given.overrides), None)[0] if given.multirun else [given.overrides]
+    jobs = sweep_jobs(parse(given.overrides)) if given.multirun else [given.overrides]
     configs = [cast(Config, OmegaConf.to_object(load(overrides, own))) for overrides in jobs]
     for config in configs:
         _check_ranks(config)
@@ -115,9 +113,7 @@ def _main(arguments: list[str]) -> int:
         task = []  # Hydra knows neither the recipe nor the settings of a run's folder, and `_job` needs none from it
     with initialize_config_dir(str(CONF), version_base="1.3", job_name="run"):
         settings = [*search(own), *task, *of_hydra, _run_dir(folder)]
-        started = GlobalHydra.instance().hydra
-        assert started is not None
-        return started.run("config", lambda _: _job(configs[0], folder, arguments), settings).return_value
+        return run_job(lambda _: _job(configs[0], folder, arguments), settings)
 
 
 def _job(config: Config, folder: Path, arguments: list[str]) -> int:
@@ -147,10 +143,7 @@ def _sweep(overrides: list[str], own: Path | None, configs: Sequence[Config], fo
         listening(patience, speaks=False, pass_on=pass_to_busy_children),
         initialize_config_dir(str(CONF), version_base="1.3", job_name="run"),
     ):
-        batches = GlobalHydra.instance().hydra.multirun("config", partial(_sweep_job, own), [*search(own), *overrides])  # type: ignore[union-attr]
-    codes = [
-        job.return_value for batch in batches or () for job in batch
-    ]  # a sweeper that is not Hydra's own may give nothing
+        codes = run_sweep(partial(_sweep_job, own), [*search(own), *overrides])
     return next((code for code in codes if code > 128), int(any(codes)))
 
 

@@ -30,7 +30,7 @@ from hybrid_rl.machine import machine, versions
 from hybrid_rl.model_folder.read import ModelError
 from hybrid_rl.plan import print_plan
 from hybrid_rl.policy.optimizer import TrainingDiverged
-from hybrid_rl.preflight.budget import RoomError
+from hybrid_rl.preflight.budget import BudgetError
 from hybrid_rl.processes.launch import after_rank_0
 from hybrid_rl.processes.ranks import Ranks
 from hybrid_rl.processes.signals import Stopped
@@ -63,7 +63,7 @@ EXPECTED = (
     TrainingDiverged,
     FolderInUse,
     SafetensorError,
-    RoomError,
+    BudgetError,
     NothingTrained,
     PartError,
 )

@@ -1,7 +1,7 @@
-"""The records that travel: Task → Rollout → Group → PackedBatch.
+"""The records passed between the parts of hybrid_rl: Task → Rollout → Group → PackedBatch.
 
-Each record checks its invariants where it is made, so that a wrong fact is caught at its owner and not three
-stages later. This module imports neither torch nor transformers: reward workers load it in a moment.
+Each record checks its invariants when it is created, so that an error appears in the part that made it. This module
+imports neither torch nor transformers, so that reward workers start fast.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length", "abort", "error"]
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort", "error")
 
-ROUNDING = 4 * 2**-23  # float32's: rewards that differ by less, of their size, are equal
+ROUNDING = 4 * 2**-23  # rewards are equal if they differ by at most this share of the largest (float32 rounding)
 
 # (policy version, number of consecutive tokens sampled under it)
 VersionSegments = Sequence[tuple[int, int]]
@@ -27,9 +27,10 @@ VersionSegments = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One problem: chat messages to answer, the truth the reward compares with, and what SFT may imitate.
+    """A problem: chat messages to answer, the correct answer for the reward, and a demonstration for SFT.
 
-    `columns` holds what else its source says of it, by name, for rewards that need more than the answer: values that JSON can hold.
+    `columns` holds further values of its source by name, which JSON can hold, for rewards that need more than the
+    answer. Raises ValueError without an id or with malformed messages.
     """
 
     id: str
@@ -48,10 +49,10 @@ class Task:
 
 @dataclass(slots=True)
 class Rollout:
-    """A growing buffer of token ids: the prompt, then sampled and observed segments. Nothing is ever rewritten.
+    """An append-only buffer of token ids: the prompt, then sampled and observed segments.
 
-    `token_ids`, `loss_mask` and `logprobs` have one entry a token; the mask is true exactly on sampled tokens and
-    `logprobs` holds the engine's log-probability there (nats, at the sampling temperature), 0.0 elsewhere.
+    `token_ids`, `loss_mask` and `logprobs` have one entry per token. `loss_mask` is true exactly on sampled tokens;
+    `logprobs` holds the engine's log-probability there (nats, at the sampling temperature) and 0.0 elsewhere.
     `versions` run-length encodes the policy version of the sampled tokens, in order.
     """
 
@@ -66,11 +67,11 @@ class Rollout:
     versions: list[tuple[int, int]] = field(init=False, default_factory=list)
     finish_reason: FinishReason | None = None
     completion: str = ""
-    outcome: float | None = None  # what the reward function gave
+    outcome: float | None = None  # what the reward function returned
     reward: float | None = None  # the outcome and what `shape` added
     reward_parts: dict[str, float] = field(default_factory=dict)
     error: str | None = None  # why there is no reward
-    fault: str | None = None  # the error's kind, as it is counted
+    fault: str | None = None  # the kind of the error, as it is counted
 
     def __post_init__(self) -> None:
         if not self.token_ids:
@@ -81,14 +82,19 @@ class Rollout:
 
     @property
     def sampled(self) -> int:
-        """Number of sampled tokens."""
+        """Return the number of sampled tokens."""
         return sum(count for _, count in self.versions)
 
     def add_sampled(self, token_ids: Sequence[int], logprobs: Sequence[float], versions: VersionSegments) -> None:
-        """Append tokens that the engine sampled; raises ValueError where ids, log-probabilities and versions disagree."""
+        """Append tokens that the engine sampled.
+
+        Raises ValueError if ids, log-probabilities and versions disagree, or a log-probability is not a number of at
+        most 0.
+        """
         if len(token_ids) != len(logprobs) or len(token_ids) != sum(count for _, count in versions):
             raise ValueError(
-                f"task {self.task_id}: {len(token_ids)} token ids, {len(logprobs)} log-probabilities, version segments {versions}"
+                f"task {self.task_id}: {len(token_ids)} token ids, {len(logprobs)} log-probabilities, "
+                f"version segments {versions}"
             )
         if any(not (-math.inf < lp <= 1e-4) for lp in logprobs):  # also true for NaN
             place = next(i for i, lp in enumerate(logprobs) if not -math.inf < lp <= 1e-4)
@@ -104,25 +110,29 @@ class Rollout:
         self.versions.extend((int(version), int(count)) for version, count in versions if count)
 
     def add_observed(self, token_ids: Sequence[int]) -> None:
-        """Append tokens the policy did not choose (a tool's result, the next user turn): context, never a loss target."""
+        """Append tokens that the policy did not sample (a tool's result, a user turn); the loss ignores them."""
         self.token_ids.extend(token_ids)
         self.logprobs.extend([0.0] * len(token_ids))
         self.loss_mask.extend([False] * len(token_ids))
 
     def finish(self, reason: FinishReason, completion: str) -> None:
+        """Record why sampling ended, and the text. Raises ValueError for an unknown reason."""
         if reason not in FINISH_REASONS:
             raise ValueError(f"task {self.task_id}: unknown finish reason {reason!r}")
         self.finish_reason, self.completion = reason, completion
 
     def score(self, reward: float, parts: dict[str, float]) -> None:
-        """Record the environment's verdict; raises ValueError for a reward that is not a finite number."""
+        """Record the environment's reward and its parts. Raises ValueError for non-finite numbers."""
         if not math.isfinite(reward) or not all(math.isfinite(value) for value in parts.values()):
             raise ValueError(f"task {self.task_id}: reward {reward} with parts {parts} is not finite")
         self.outcome = self.reward = float(reward)
         self.reward_parts = dict(parts)
 
     def shape(self, part: str, value: float) -> None:
-        """Add to the reward under a name of its own; the outcome stays what it was."""
+        """Add `value` to the reward as a new part; the outcome stays.
+
+        Raises ValueError without a reward, or if the part exists.
+        """
         if self.reward is None or part in self.reward_parts:
             raise ValueError(
                 f"task {self.task_id}: {part!r} cannot be added to reward {self.reward} with parts {self.reward_parts}"
@@ -132,13 +142,13 @@ class Rollout:
 
 
 def _equal(values: Sequence[float]) -> bool:
-    """But for rounding."""
+    """Return whether the values are equal up to rounding."""
     return max(values) - min(values) <= ROUNDING * max(map(abs, values))
 
 
 @dataclass(slots=True)
 class Group:
-    """The G rollouts of one task that are compared with each other."""
+    """The rollouts of one task that are compared with each other. Raises ValueError if they do not belong together."""
 
     id: int
     task: Task
@@ -154,24 +164,26 @@ class Group:
 
     @property
     def ready(self) -> bool:
-        """All rewards are in (which is later than: all completions have ended)."""
+        """Return whether all rewards are known, which is later than the end of all completions."""
         return all(r.reward is not None for r in self.rollouts)
 
     @property
     def failed(self) -> bool:
-        """A reward could not be had, so that the group's mean would be invented."""
+        """Return whether a reward failed, so that the group has no true mean."""
         return any(r.error is not None for r in self.rollouts)
 
     @property
     def rewards(self) -> list[float]:
+        """Return the rewards in index order. Raises ValueError if one is missing."""
         if not self.ready:
             raise ValueError(f"group {self.id} is not ready: a reward is missing")
         return [r.reward for r in self.rollouts if r.reward is not None]
 
     def silent(self, by: str = "outcome") -> bool:
-        """Equal everywhere: the outcome, the reward with what shaped it, all "parts" of it or a named one; by "none" no group is silent.
+        """Return whether all rollouts have the same value, so that the group has no signal.
 
-        Raises KeyError for a part that no reward has.
+        `by` chooses the value: "outcome", "reward" (with shaping), "parts" (each of them), or the name of a part; with
+        "none" no group is silent. Raises KeyError for a part that a reward does not have.
         """
         if by == "none":
             return False
@@ -180,17 +192,17 @@ class Group:
             return all(_equal([r.reward_parts.get(name, 0.0) for r in self.rollouts]) for name in names)
         values = [r.reward_parts[by] for r in self.rollouts] if by not in ("outcome", "reward") else self.rewards
         if by == "outcome":
-            values = [r.outcome for r in self.rollouts]  # type: ignore[misc]  # ready: self.rewards has raised otherwise
+            values = [r.outcome for r in self.rollouts]  # type: ignore[misc]  # self.rewards raises unless ready
         return _equal(values)
 
 
 @dataclass(slots=True)
 class PackedBatch:
-    """One row of tokens for the trainer, and how it maps to the batch's sampled tokens.
+    """A row of tokens for the trainer, and how it maps to the sampled tokens of the batch.
 
-    input_ids, position_ids [T] int64. `layout` keeps attention inside each sample. The hidden state at flat
-    position `predict_at[i]` predicts `targets[i]`, which is sampled token number `token_index[i]` of the batch
-    (all three [M] int64): losses and metrics see [M] vectors and never the layout.
+    `input_ids` and `position_ids` are [T] int64. `layout` keeps attention inside each sample. The hidden state at
+    position `predict_at[i]` predicts `targets[i]`, which is sampled token number `token_index[i]` of the batch (all
+    three [M] int64): losses and metrics use [M] vectors and never the layout. Raises ValueError if shapes disagree.
     """
 
     input_ids: Tensor
@@ -203,7 +215,8 @@ class PackedBatch:
     def __post_init__(self) -> None:
         if self.input_ids.shape != self.position_ids.shape or self.input_ids.dim() != 1:
             raise ValueError(
-                f"input_ids {tuple(self.input_ids.shape)} and position_ids {tuple(self.position_ids.shape)} must be equal [T]"
+                f"input_ids {tuple(self.input_ids.shape)} and position_ids {tuple(self.position_ids.shape)} "
+                "must have the same shape [T]"
             )
         if not (self.predict_at.shape == self.targets.shape == self.token_index.shape):
             raise ValueError("predict_at, targets and token_index must have one length")
@@ -213,7 +226,12 @@ class PackedBatch:
             raise ValueError("predict_at points outside the row")
 
     def to(self, device: Any) -> PackedBatch:
+        """Return the row on another device."""
         return PackedBatch(
-            self.input_ids.to(device), self.position_ids.to(device), self.layout.to(device),
-            self.predict_at.to(device), self.targets.to(device), self.token_index.to(device),
-        )  # fmt: skip
+            input_ids=self.input_ids.to(device),
+            position_ids=self.position_ids.to(device),
+            layout=self.layout.to(device),
+            predict_at=self.predict_at.to(device),
+            targets=self.targets.to(device),
+            token_index=self.token_index.to(device),
+        )

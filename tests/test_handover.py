@@ -21,7 +21,7 @@ from hybrid_rl.config import OptimizerConfig, PolicyConfig, TinyConfig
 from hybrid_rl.engine.base import EngineError, Request, Sampling
 from hybrid_rl.engine.local import LocalEngine
 from hybrid_rl.engine.sglang.engine import given_back
-from hybrid_rl.engine.sglang.weights import Checkpoint
+from hybrid_rl.engine.sglang.weights import ModelShapes
 from hybrid_rl.handover import HandoverError, hand_over, take_back
 from hybrid_rl.policy import tiny
 from hybrid_rl.policy.model import Policy
@@ -379,12 +379,12 @@ def test_parked_tensors_give_their_memory_back_and_return_bit_equal():
 def test_a_tied_matrix_stored_under_both_names_is_one(tmp_path, tiny_folder):
     """As in some published checkpoints: the policy has one parameter, and hands it over once."""
     shutil.copytree(tiny_folder, tmp_path / "model")
-    before = Checkpoint.read(tmp_path / "model")
+    before = ModelShapes.read(tmp_path / "model")
     assert before.tied
     file = tmp_path / "model" / "model.safetensors"
     weights = load_file(file)
     save_file(weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}, file, {"format": "pt"})
-    assert Checkpoint.read(tmp_path / "model") == before
+    assert ModelShapes.read(tmp_path / "model") == before
     policy = Policy.load(tmp_path / "model", torch.device("cpu"))
     names = {
         before.own_name(name, tensor)

@@ -1,4 +1,4 @@
-"""Writing a trained model: the folder that it came from, with other numbers in it."""
+"""Write a trained model as a copy of its source folder with the trained weights."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from torch import Tensor
 from hybrid_rl.model_folder.read import INDEX, ModelError, Stored, stored_tensors
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-# Files that hold weights, of this or of another library: beside the trained ones they would be another model's.
+# suffixes of files that hold weights for any library; copies would be weights of another model than the trained one
 HOLD_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".npz"}
 
 
 def write_folder(folder: str | Path, source: str | Path, weights: dict[str, Tensor], float32: bool = False) -> None:
-    """Write `weights`, under the names that `source`'s files have, to files like those, and copy everything else as it is.
+    """Write `weights` to `folder`, with the files, names and dtypes of `source`, and copy its other files.
 
-    Tensors have the dtype that they have in `source`, or are all float32. Those of `source` that are not among `weights`, which
-    transformers does not load either, stay as they are. Raises ModelError for a weight that its dtype cannot hold.
+    `weights` maps the names in `source`'s files to tensors. With `float32` all tensors are written as float32. Tensors
+    of `source` that are not in `weights` (transformers does not load them) are copied. Raises ModelError if a value
+    does not fit its dtype.
     """
     folder, source = Path(folder), Path(source)
     folder.mkdir(parents=True, exist_ok=True)
@@ -66,7 +67,7 @@ def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _name_dtype(file: Path) -> None:
-    """Say in config.json that all is float32, wherever it names a dtype."""
+    """Set every dtype that config.json names to float32."""
     config = json.loads(file.read_bytes())
     changed = False
     for part in [config, *(value for value in config.values() if isinstance(value, dict))]:

@@ -1,4 +1,4 @@
-"""A Hugging Face model folder: its configuration, the model without memory, and the names under which its files store the weights."""
+"""Read a Hugging Face model folder: configuration, the model without memory, and the names of the stored weights."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from hybrid_rl.attention.attend import ATTENTION_NAME
 from hybrid_rl.model_folder.transformers_private import revert_names, set_attention
 
-# How every folder is read: from this disk, weights from safetensors alone, and none of the Python code that may lie in it is run.
+# every folder is read from this disk only, and Python code in it is never run
 FROM_FOLDER: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 CHANCE = re.compile("drop|jitter")  # attention_dropout, resid_pdrop, layerdrop, router_jitter_noise, …
 
 
 class ModelError(ValueError):
-    """A model folder that cannot be used, with what to do about it."""
+    """A model folder cannot be used; the message says why and what to do."""
 
 
 def read_config(folder: str | Path) -> PreTrainedConfig:
-    """Read config.json as hybrid_rl runs the model: without dropout, and without keys that choose what a forward pass returns.
+    """Return config.json as hybrid_rl runs the model: without dropout, with its own attention and default outputs.
 
-    Raises ModelError for a model that cannot be had from this folder, as far as its JSON files say.
+    Raises ModelError if the folder's JSON files show that the model cannot be loaded or trained.
     """
     if not (Path(folder) / "config.json").is_file():
         raise ModelError(
-            f"model.path={folder} cannot be loaded: it is not a Hugging Face model folder on this disk (one with a config.json)"
+            f"model.path={folder} cannot be loaded: it is not a Hugging Face model folder on this disk "
+            "(one with a config.json)"
         )
     try:
         config = AutoConfig.from_pretrained(folder, **FROM_FOLDER)
@@ -43,7 +44,8 @@ def read_config(folder: str | Path) -> PreTrainedConfig:
     if method := getattr(config, "quantization_config", None):
         kind = method.get("quant_method") if isinstance(method, dict) else type(method).__name__
         raise ModelError(
-            f"model.path={folder} has quantised weights ({kind}), which cannot be trained; use the model's unquantised folder"
+            f"model.path={folder} has quantised weights ({kind}), which cannot be trained; "
+            "use the model's unquantised folder"
         )
     read_generation(folder, config)
     for part in _parts(config):
@@ -59,7 +61,7 @@ def _parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
 
 
 def _neutralise(config: Any) -> None:
-    """Undo what config.json may say of how transformers runs the model; what the model is stays."""
+    """Reset the keys that choose how transformers runs the model; those that define the model stay."""
     set_attention(config, ATTENTION_NAME)
     config.return_dict, config.output_hidden_states = True, False
     if getattr(config, "output_router_logits", None):
@@ -70,8 +72,8 @@ def _neutralise(config: Any) -> None:
 
 
 def read_generation(folder: str | Path, config: PreTrainedConfig) -> GenerationConfig:
-    """Return generation_config.json, or what config.json says in its place. Raises ModelError where it is not JSON."""
-    try:  # transformers would pass over it in silence, and with it over the tokens that end a completion
+    """Return generation_config.json, or config.json's values if it is missing. Raises ModelError if it is not JSON."""
+    try:  # transformers would silently ignore a damaged file, and with it the tokens that end a completion
         json.loads((Path(folder) / "generation_config.json").read_bytes())
     except FileNotFoundError:
         return GenerationConfig.from_model_config(config)
@@ -81,14 +83,17 @@ def read_generation(folder: str | Path, config: PreTrainedConfig) -> GenerationC
 
 
 def reason(error: Exception) -> str:
-    """Another library's error in one line."""
+    """Return an error of another library as one line."""
     text = " ".join(str(error).split())
     if "trust_remote_code" in text:
-        return "it needs Python code that lies in the folder (auto_map), and none is run; use a model that transformers implements itself"
+        return (
+            "it needs Python code from the folder (auto_map), which is never run; "
+            "use a model that transformers implements itself"
+        )
     if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
         return "transformers lets no other library compute this model's attention"
     if isinstance(error, SafetensorError):
-        text = f"a *.safetensors file is damaged or not whole, copy it again ({text})"
+        text = f"a *.safetensors file is damaged or incomplete, copy it again ({text})"
     elif not isinstance(error, OSError | ValueError):
         text = f"{type(error).__name__}: {text}"
     return text if len(text) <= 300 else f"{text[:299]}…"
@@ -100,12 +105,12 @@ def empty_model(config: PreTrainedConfig) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=ATTENTION_NAME)
 
 
-# ---- the files' names of the weights -----------------------------------------------------------------------------------
+# ---- names of the stored weights -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Where a folder's files hold a tensor, and in which form."""
+    """The file, dtype and shape of a stored tensor."""
 
     file: str
     dtype: str  # as safetensors names it: "F32", "BF16", …
@@ -113,7 +118,7 @@ class Stored:
 
 
 def stored_tensors(folder: str | Path) -> dict[str, Stored]:
-    """Name → place of every tensor in the files that transformers reads: model.safetensors, or those that its index names.
+    """Return name → place of every tensor in the files that transformers reads: model.safetensors, or the index's.
 
     Raises ModelError for a file that is missing or damaged.
     """
@@ -121,23 +126,20 @@ def stored_tensors(folder: str | Path) -> dict[str, Stored]:
     if not (folder / WEIGHTS).is_file() and not (folder / INDEX).is_file():
         raise ModelError(f"model.path={folder} cannot be loaded: it has neither {WEIGHTS} nor {INDEX}")
     try:
-        files = (
-            {WEIGHTS}
-            if (folder / WEIGHTS).is_file()
-            else set(json.loads((folder / INDEX).read_bytes())["weight_map"].values())
-        )
+        one = (folder / WEIGHTS).is_file()
+        files = {WEIGHTS} if one else set(json.loads((folder / INDEX).read_bytes())["weight_map"].values())
         for file in sorted(files):
             with safe_open(folder / file, "pt") as opened:
                 for name in opened.keys():  # noqa: SIM118
                     part = opened.get_slice(name)
                     found[name] = Stored(file, part.get_dtype(), tuple(part.get_shape()))
-    except Exception as error:  # of another library, each with types of its own
+    except Exception as error:  # other libraries raise types of their own
         raise ModelError(f"model.path={folder} cannot be loaded: {reason(error)}") from error
     return found
 
 
 def stored_names(model: PreTrainedModel, tensors: dict[str, Tensor], conversions: Any) -> dict[str, Tensor]:
-    """Return `tensors`, named as transformers names them, under the names and in the form that the model's files use.
+    """Return `tensors`, keyed by transformers' parameter names, under the names and in the layout of the model's files.
 
     A tied weight appears under each of its names. `conversions` is what conversions_of the loaded model gives.
     """
@@ -150,9 +152,10 @@ def stored_names(model: PreTrainedModel, tensors: dict[str, Tensor], conversions
 
 
 def check_stored(folder: str | Path, model: PreTrainedModel) -> None:
-    """Raise ModelError where config.json ties two weights that differ in the files.
+    """Raise ModelError if config.json ties two weights that differ in the files.
 
-    Transformers keeps both on one way of loading and one of them on another; `model` is the configured one, without memory.
+    Depending on how it loads them, transformers would keep both or one of them. `model` is the configured model without
+    memory.
     """
     stored = stored_tensors(folder)
     for one, other in model.all_tied_weights_keys.items():
@@ -162,8 +165,9 @@ def check_stored(folder: str | Path, model: PreTrainedModel) -> None:
             and not torch.equal(*(_read(Path(folder) / stored[n].file, n) for n in (one, other)))
         ):
             raise ModelError(
-                f"model.path={folder}: by config.json {one} is {other} (tie_word_embeddings), but the files hold two different tensors; "
-                f"set tie_word_embeddings=false in config.json to use both, or remove {one} from {stored[one].file}"
+                f"model.path={folder}: by config.json {one} is {other} (tie_word_embeddings), but the files hold two "
+                f"different tensors; set tie_word_embeddings=false in config.json to use both, "
+                f"or remove {one} from {stored[one].file}"
             )
 
 

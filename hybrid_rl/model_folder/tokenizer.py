@@ -1,4 +1,4 @@
-"""A model folder's tokenizer, read as tokenizer.json says, and the tokens that end an answer."""
+"""Read a model folder's tokenizer exactly as tokenizer.json defines it, and find the tokens that end a completion."""
 
 from __future__ import annotations
 
@@ -12,30 +12,33 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 from hybrid_rl.model_folder.read import FROM_FOLDER, ModelError, read_config, read_generation, reason
 from hybrid_rl.processes.bounded import SECONDS, Begin, Overrun, bounded
 
-# What tokenizers split differently: digits, runs of blanks and newlines, punctuation, contractions, capitals, other scripts
-PROBE = "In 2024, 12345 people DON'T pay $3.50…\n\n\tif x>=10:   # it's `code`, I'll say\r\n  naïve café 你好 Привет 🙂 (a)[b]{c}<d> \n"
+# what tokenizers split differently: digits, runs of spaces and newlines, punctuation, contractions, capitals, scripts
+PROBE = (
+    "In 2024, 12345 people DON'T pay $3.50…\n\n\tif x>=10:   # it's `code`, I'll say\r\n"
+    "  naïve café 你好 Привет 🙂 (a)[b]{c}<d> \n"
+)
 ANSWER = "an answer"
 
 
 def read_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
-    """Return the folder's tokenizer; where there is a tokenizer.json, its ids and texts are that file's.
+    """Return the folder's tokenizer; if there is a tokenizer.json, it splits and decodes text as that file defines.
 
-    Raises ModelError for a folder without one that can be used.
+    Raises ModelError if the folder has no usable tokenizer or chat template.
     """
     tokenizer = _load(AutoTokenizer, folder)
     file = Path(folder) / "tokenizer.json"
     try:
         bounded(lambda begin: _try(tokenizer, file, begin), SECONDS)
     except Overrun as error:
-        raise ModelError(f"model.path={folder}: {error.doing} {error.text}; mend it, or use another model") from error
-    if file.is_file() and not _reads_as(tokenizer, file):  # some classes of transformers bring a splitting of their own
+        raise ModelError(f"model.path={folder}: {error.doing} {error.text}; repair it, or use another model") from error
+    if file.is_file() and not _reads_as(tokenizer, file):  # some classes of transformers split text in their own way
         tokenizer = _load(PreTrainedTokenizerFast, folder)
         if not _reads_as(tokenizer, file):
             raise ModelError(
                 f"model.path={folder}: transformers does not split text as tokenizer.json says (tokenizer_class "
                 f"{type(tokenizer).__name__}); make tokenizer_config.json agree with tokenizer.json"
             )
-    if not tokenizer.encode("0 a", add_special_tokens=False):  # without files transformers makes one that knows no text
+    if not tokenizer.encode("0 a", add_special_tokens=False):  # without files transformers makes an empty tokenizer
         raise ModelError(
             f"model.path={folder} has no tokenizer; copy its tokenizer.json and tokenizer_config.json into the folder"
         )
@@ -46,7 +49,8 @@ def read_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     config = read_config(folder)
     if (rows := config.get_text_config().vocab_size) < tokenizer.vocab_size:
         raise ModelError(
-            f"model.path={folder}: the tokenizer has {tokenizer.vocab_size} tokens and the model {rows}; they do not belong together"
+            f"model.path={folder}: the tokenizer has {tokenizer.vocab_size} tokens and the model {rows}; "
+            "use the tokenizer that belongs to the model"
         )
     end_ids(tokenizer, read_generation(folder, config), rows, str(folder))
     return tokenizer
@@ -60,7 +64,7 @@ def _load(kind: type, folder: str | Path) -> PreTrainedTokenizerBase:
 
 
 def _try(tokenizer: PreTrainedTokenizerBase, file: Path, begin: Begin) -> None:
-    """Run the programs that came with the folder, the regular expressions of the tokenizer and the chat template, once."""
+    """Run the folder's programs once: the regular expressions of its tokenizer, and its chat template."""
     begin("its tokenizer")
     tokenizer.encode(PROBE, add_special_tokens=False)
     if file.is_file():
@@ -70,6 +74,7 @@ def _try(tokenizer: PreTrainedTokenizerBase, file: Path, begin: Begin) -> None:
 
 
 def _reads_as(tokenizer: PreTrainedTokenizerBase, file: Path) -> bool:
+    """Return whether the tokenizer splits and decodes PROBE as tokenizer.json defines."""
     own = Tokenizer.from_file(str(file))
     own.no_truncation()
     own.no_padding()
@@ -79,14 +84,14 @@ def _reads_as(tokenizer: PreTrainedTokenizerBase, file: Path) -> bool:
 
 
 def exact_text(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the text of all tokens, special ones too, without the changes that transformers makes to blanks on request of the folder."""
+    """Return the text of all tokens, special ones included, without the clean-up of spaces that folders request."""
     return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def closing(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return what the chat template puts after an answer, up to the token that ends the turn; the end token where it puts none.
+    """Return what the chat template puts after an answer, up to the token that ends the turn.
 
-    "" where there is neither.
+    If it puts nothing there, return the tokenizer's end token, or "" if there is none.
     """
     return _closing(tokenizer, str(tokenizer.chat_template)) or str(tokenizer.eos_token or "")
 
@@ -111,17 +116,18 @@ def _closing(tokenizer: PreTrainedTokenizerBase, template: str) -> str:
 def end_ids(
     tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig, vocabulary: int, folder: str
 ) -> frozenset[int]:
-    """Return every token that ends a completion: the generation config's, the tokenizer's, and the one that ends a rendered turn.
+    """Return the ids that end a completion: those of generation config and tokenizer, and the end of a rendered turn.
 
-    Raises ModelError where there is none, or one that the model, which knows `vocabulary` tokens, cannot give.
+    Raises ModelError if there is none, or if one is not among the `vocabulary` tokens of the model.
     """
     named: set[int] = {tokenizer.eos_token_id} - {None}
     if text := closing(tokenizer).strip():
         named.add(tokenizer.encode(text, add_special_tokens=False)[-1])
     if beyond := sorted(i for i in named if i >= vocabulary):
         raise ModelError(
-            f"model.path={folder}: the end token {tokenizer.convert_ids_to_tokens(beyond[0])} has the id {beyond[0]}, and the model knows "
-            f"{vocabulary} tokens; name another eos_token in tokenizer_config.json, or use the tokenizer that belongs to the model"
+            f"model.path={folder}: the end token {tokenizer.convert_ids_to_tokens(beyond[0])} has the id {beyond[0]}, "
+            f"and the model knows {vocabulary} tokens; name another eos_token in tokenizer_config.json, "
+            "or use the tokenizer that belongs to the model"
         )
     configured = generation.eos_token_id
     named |= set(configured if isinstance(configured, list) else [configured])

@@ -1,4 +1,4 @@
-"""How much memory and disk a run takes, by arithmetic; a machine that cannot have it is told before the model loads."""
+"""Compute the memory and disk space that a run needs, and check them before the model loads."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from hybrid_rl.policy.model import LOGIT_CHUNK_ELEMENTS, compute_dtype
 from hybrid_rl.policy.positions import Limit, limits
 from hybrid_rl.processes.ranks import Ranks
 
-GUESSED = ("KV cache", "activations", "logits")  # rules of thumb, or smaller where there is less room
+GUESSED = ("KV cache", "activations", "logits")  # rules of thumb, or made smaller if memory is short
 
 
-class RoomError(RuntimeError):
-    """The machine has less memory, or the disk less room, than the run must have."""
+class BudgetError(RuntimeError):
+    """The machine has less free memory, or the disk less free space, than the run needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Numbers of parameters: the policy's, those of it that are trained, and of each model beside it (reference, teacher, critic).
+    """Numbers of parameters: of the policy, of its trained part, and of each other model (reference, teacher, critic).
 
-    `limits` are those of each folder's model on the length of a sample, by setting.
+    `limits` holds, by setting, the limits of each model on the length of a sample.
     """
 
     model: PreTrainedConfig
@@ -43,7 +43,7 @@ class Sizes:
 
 
 def measure(config: Config, folder: str | Path) -> Sizes:
-    """Without memory for any parameter. Raises ModelError for a bad folder."""
+    """Return the sizes of a run's models without allocating parameters. Raises ModelError for a bad folder."""
     model = _empty("model.path", str(folder))
     known = {_named(config): limits(model)}
     parameters = sum(p.numel() for p in model.parameters())
@@ -61,7 +61,7 @@ def measure(config: Config, folder: str | Path) -> Sizes:
 
 
 def _named(config: Config) -> str:
-    """The setting that the policy's folder comes from."""
+    """Return the setting that the policy's folder comes from, with its value."""
     return (
         f"model.path={config.model.path}"
         if config.model.path
@@ -70,9 +70,10 @@ def _named(config: Config) -> str:
 
 
 def check_lengths(config: Config, sizes: Sizes, demonstration: int) -> list[str]:
-    """Notes about samples longer than a model was made for; `demonstration` is the length of the longest one, 0 without SFT.
+    """Return notes about samples that are longer than a model was trained for.
 
-    Raises ModelError if a model cannot compute the longest sample of the run.
+    `demonstration` is the length of the longest demonstration in tokens, 0 without SFT. Raises ModelError if a model
+    cannot compute the longest sample of the run.
     """
     r, notes = config.rollout, []
     longest = r.max_prompt_tokens + r.max_tokens
@@ -91,8 +92,8 @@ def check_lengths(config: Config, sizes: Sizes, demonstration: int) -> list[str]
     return notes
 
 
-def check_room(config: Config, sizes: Sizes, device: torch.device, ranks: Ranks, folder: Path) -> None:
-    """Raises RoomError where what is certain of a phase's memory is more than is free, or the disk under `folder` has too little room."""
+def check_budget(config: Config, sizes: Sizes, device: torch.device, ranks: Ranks, folder: Path) -> None:
+    """Raise BudgetError if a phase certainly needs more than the free memory, or checkpoints more than free disk."""
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory() / ranks.local_world
     certain = {
         phase: {name: gib for name, gib in items.items() if name not in GUESSED and gib}
@@ -104,29 +105,33 @@ def check_room(config: Config, sizes: Sizes, device: torch.device, ranks: Ranks,
     if sum(items.values()) > free / 2**30:
         what = ", ".join(f"{name} {gib:.1f}" for name, gib in items.items())
         offload = ", or policy.offload=optimizer" if phase == "sampling" else ""
-        raise RoomError(
-            f"{phase} takes at least {sum(items.values()):.1f} GiB a rank ({what}), and {free / 2**30:.1f} GiB are free; "
-            f"a smaller model, more ranks, policy.lora.rank=16{offload} (docs/gpus.md)"
+        raise BudgetError(
+            f"{phase} takes at least {sum(items.values()):.1f} GiB a rank ({what}), and {free / 2**30:.1f} GiB are "
+            f"free; use a smaller model, more ranks, policy.lora.rank=16{offload} (docs/gpus.md)"
         )
     there = next(f for f in (folder, *folder.absolute().parents) if f.is_dir())
     old = sum(f.stat().st_size for f in folder.glob("checkpoints/**/*") if f.is_file())
     missing, left = disk_bytes(config, sizes) - old, shutil.disk_usage(there).free
     if missing > left:
-        raise RoomError(
-            f"checkpoints and the exported model take {missing / 2**30:.1f} GiB, and {left / 2**30:.1f} GiB are free in {there}; make room, "
-            f"choose another disk with output_dir, or keep fewer than rl.keep_checkpoints={config.rl.keep_checkpoints}"
+        raise BudgetError(
+            f"checkpoints and the exported model take {missing / 2**30:.1f} GiB, and {left / 2**30:.1f} GiB are free "
+            f"in {there}; free disk space, choose another disk with output_dir, or keep fewer than "
+            f"rl.keep_checkpoints={config.rl.keep_checkpoints}"
         )
 
 
 def disk_bytes(config: Config, sizes: Sizes) -> int:
-    """Of the most checkpoints that lie there at a time, float32 with moments, the frozen reference and the exported models; without rollouts."""
+    """Return the bytes of the largest set of checkpoints at a time, the frozen reference and the exported models.
+
+    Checkpoints hold float32 parameters with moments. Rollouts are not included: see rollout_bytes.
+    """
     if only_evaluates(config):
         return 4 * sizes.parameters * (config.model.path is None)
     rl, sft, trained = config.rl, config.sft, sizes.trainable + sizes.beside.get("critic", 0)
     kept = rl.keep_checkpoints + 1  # an old one goes when the next is complete
     in_sft = math.ceil(sft.steps / sft.checkpoint_every) if sft.checkpoint_every else 0
     in_rl = math.ceil(rl.steps / rl.checkpoint_every)
-    # 12 bytes with moments; RL's beginning, between the two, has none: 4
+    # 12 bytes a parameter with moments; the checkpoint at the beginning of RL has none: 4
     most = 12 * kept if max(in_sft, in_rl) >= kept else 12 * min(in_sft + in_rl, kept - 1) + 4
     most += 12 * rl.keep_best
     reference = sizes.trainable if config.algo.reference == Reference.frozen else 0
@@ -134,21 +139,23 @@ def disk_bytes(config: Config, sizes: Sizes) -> int:
 
 
 def later_bytes(config: Config, trainable: int) -> int:
-    """Return the bytes of a rank's GPU that the trainer takes only after the engine is made, and holds while it samples.
+    """Return the bytes of a rank's GPU that the trainer allocates after the engine is made, and holds while it samples.
 
-    These are Adam's moments of the rank's `trainable` parameters, unless they are offloaded, and two buckets of the handover.
+    These are Adam's moments of the rank's `trainable` parameters, unless they are offloaded, and two buckets of the
+    handover.
     """
     moments = 8 * trainable if config.policy.offload == Offload.none else 0
     return moments + 2 * config.handover.bucket_mib * 2**20
 
 
-BYTES_A_TOKEN = 10  # of a sampled token in a rollouts file: id, log-probability and text, compressed; prompts cost little, once a group
+# bytes of a sampled token in a rollouts file: id, log-probability and text, compressed; prompts are small, one a group
+BYTES_A_TOKEN = 10
 
 
 def rollout_bytes(config: Config, held_out: int) -> int:
-    """Return the size of the rollouts that stay on the disk, with completions of rollout.max_tokens and without replaced groups.
+    """Return the bytes of the rollouts that stay on disk, if all completions have rollout.max_tokens.
 
-    `held_out` is the number of tasks that an evaluation has.
+    `held_out` is the number of held-out tasks. Replaced groups are not counted.
     """
     rl, r = config.rl, config.rollout
     kept = min(rl.steps, r.keep_steps + 1) if r.keep_steps else rl.steps
@@ -158,7 +165,10 @@ def rollout_bytes(config: Config, held_out: int) -> int:
 
 
 def models_beside(config: Config, parameters: int) -> dict[str, int]:
-    """Parameters of each model that `algo` wants beside the policy, which has `parameters`. Raises ModelError for a bad folder."""
+    """Return the number of parameters of each model that `algo` needs beside the policy.
+
+    `parameters` is the policy's number. Raises ModelError for a bad folder.
+    """
     algo, wanted = config.algo, needs(config.algo.advantage)
     found: dict[str, int] = {}
     if algo.reference == Reference.frozen:
@@ -172,7 +182,7 @@ def models_beside(config: Config, parameters: int) -> dict[str, int]:
 
 
 def _empty(setting: str, folder: str) -> PreTrainedModel:
-    """The folder's model without memory for its parameters."""
+    """Return the folder's model without memory for its parameters. Raises ModelError with the setting's name."""
     try:
         model = empty_model(read_config(folder))
         configured_windows(model.config)
@@ -180,39 +190,33 @@ def _empty(setting: str, folder: str) -> PreTrainedModel:
         return model
     except ModelError as error:
         raise ModelError(str(error).replace("model.path=", f"{setting}=")) from error
-    except ValueError as error:  # no causal LM, or one with layers that are not supported
+    except ValueError as error:  # not a causal LM, or layers that are not supported
         raise ModelError(f"{setting}={folder} cannot be loaded: {reason(error)}") from error
 
 
 def memory_by_phase(config: Config, sizes: Sizes, device: torch.device, ranks: Ranks) -> dict[str, dict[str, float]]:
-    """GiB that one rank holds in each phase, by arithmetic and not measurement (docs/gpus.md has the table).
+    """Return the GiB that one rank holds in each phase, by item; computed, not measured (docs/gpus.md has the table).
 
-    Of reference, teacher and critic one is idle while another computes, and on a GPU on the host then, but for the critic, which keeps its
-    place while the policy learns. Activations are a rule of thumb: 34 values a token and hidden unit in each layer, or one where they are computed again.
+    Of reference, teacher and critic, one computes at a time; on a GPU the idle ones are in host memory, except the
+    critic, which stays while the policy trains. Activations are a rule of thumb: 34 values per token and hidden unit in
+    each layer, or 1 with activation checkpointing.
     """
-    text, policy, parameters, trainable = (
-        sizes.model.get_text_config(),
-        config.policy,
-        sizes.parameters,
-        sizes.trainable,
-    )
+    text, policy = sizes.model.get_text_config(), config.policy
+    parameters, trainable = sizes.parameters, sizes.trainable
     dtype = compute_dtype(policy.dtype, device)
     size, sharded = dtype.itemsize, ranks.world > 1 or dtype != torch.float32
     share = (policy.shard or ranks.local_world) if sharded else 1
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     kv_tokens = config.engine.slots * (config.rollout.max_prompt_tokens + config.rollout.max_tokens)
-    embeddings = (
-        text.vocab_size * text.hidden_size
-    )  # with the head the largest unit of FSDP, and whole during the whole backward
+    # with the head the largest FSDP unit, and unsharded during the whole backward
+    embeddings = text.vocab_size * text.hidden_size
     layer, row = (parameters - embeddings) / text.num_hidden_layers, policy.row_tokens
     kept, again = (1, 34) if policy.activation_checkpointing else (34, 0)
     activations = (kept * text.num_hidden_layers + again) * text.hidden_size * row * size
     stays = lambda what: 0 if policy.offload in what else 1  # noqa: E731
-    critic, scorers = (
-        sizes.beside.get("critic", 0),
-        {name: count for name, count in sizes.beside.items() if name != "critic"},
-    )
+    critic = sizes.beside.get("critic", 0)
+    scorers = {name: count for name, count in sizes.beside.items() if name != "critic"}
     critic_stays = stays([Offload.all]) if ranks.world > 1 else 1
     on_gpu = device.type == "cuda"
     of_sglang = choose_engine(config.engine.kind, device) == EngineKind.sglang
@@ -230,13 +234,13 @@ def memory_by_phase(config: Config, sizes: Sizes, device: torch.device, ranks: R
             "units whole": size * (embeddings + 2 * layer) if sharded else 0,
             **({} if on_gpu else {name: 4 * count / share for name, count in scorers.items()}),
             "critic": 12 * critic / share,
-            "gradients": 4 * max(trainable, critic) / share,  # one after the other
+            "gradients": 4 * max(trainable, critic) / share,  # policy and critic train one after the other
             "Adam moments": 8 * trainable / share,
             "activations": activations,
             "logits": 3 * 4 * min(LOGIT_CHUNK_ELEMENTS, row * text.vocab_size),
         },
     }
-    if scorers and on_gpu:  # one at a time, before there are gradients
+    if scorers and on_gpu:  # they score one at a time, before gradients exist
         name, count = max(scorers.items(), key=lambda item: item[1])
         there = {key: value for key, value in in_bytes["training"].items() if key not in ("gradients", "activations")}
         in_bytes["scoring"] = there | {name: 4 * count / share}

@@ -1,4 +1,7 @@
-"""Bad settings end in one line, before torch loads: the key, its value, where it was set, and what would be right."""
+"""Compose and check settings before torch loads.
+
+A bad setting gives one line: the key, its value, where it was set, what is wrong and what to do.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +36,11 @@ from hybrid_rl.run_folder.files import Unreadable, read_yaml
 ConfigStore.instance().store(name="schema", node=Config)
 
 
-RESUME = ("never", "auto", "must")  # resume's choices beside a run's folder
+RESUME = ("never", "auto", "must")  # values of resume other than the folder of a run
 
 
 def load(overrides: Sequence[str], own: Path | None = None) -> DictConfig:
-    """Compose and check one job's configuration; `own` is a user's folder of more groups. Raises ConfigError.
+    """Compose, check and return one job's configuration; `own` is a user's folder of more groups. Raises ConfigError.
 
     When `resume` names a run's folder, its config.yaml takes the place of conf/: overrides change what was saved there.
     """
@@ -61,7 +64,7 @@ def load(overrides: Sequence[str], own: Path | None = None) -> DictConfig:
 
 
 def hydra_folders(overrides: Sequence[str], own: Path | None = None) -> tuple[str, str]:
-    """Return hydra.run.dir, "" when nothing sets it, and hydra.sweep.dir. Raises ConfigError for any of Hydra's own settings."""
+    """Return hydra.run.dir, "" if nothing sets it, and hydra.sweep.dir. Raises ConfigError for a bad one."""
     parsed = parse(overrides)
     try:
         with initialize_config_dir(config_dir=str(CONF), version_base="1.3", job_name="run"):
@@ -80,12 +83,12 @@ def _compose(parsed: Sequence[Override], own: Path | None, base: str = "config")
 
 
 def search(own: Path | None) -> list[str]:
-    """Return the override by which Hydra finds a user's groups too."""
+    """Return the override that makes Hydra search the user's folder of groups too."""
     return [f"hydra.searchpath=[file://{own.resolve()}]"] if own else []
 
 
 def _resumed_folder(parsed: Sequence[Override]) -> Path | None:
-    """Return the folder that `resume` names, if it names one. Raises ConfigError when that is no run's folder."""
+    """Return the folder that `resume` names, if it names one. Raises ConfigError if it is not the folder of a run."""
     given = [p for p in parsed if p.key_or_group == "resume"]
     value = given[-1].value() if given else "never"
     if value in RESUME or value is None:
@@ -99,13 +102,16 @@ def _resumed_folder(parsed: Sequence[Override]) -> Path | None:
             raise ConfigError(
                 f"resume={value} (command line): lies inside a run's folder; name the folder, resume={inside}"
             )
-        if not str(value) or not os.path.isdir(folder):  # a folder without its settings is told of with them
+        if not str(value) or not os.path.isdir(folder):  # a folder without config.yaml is reported when that is read
             raise ConfigError(f"resume={value} (command line): must be never, auto, must, or the folder of a run")
     return folder
 
 
 def _compose_saved(run: Path, parsed: Sequence[Override], own: Path | None) -> DictConfig:
-    """Return the settings of a run's folder with overrides on top: keys as they are, groups by the section that they compose here."""
+    """Return the settings of a run's folder with overrides on top.
+
+    Overrides of keys apply to the saved settings; an override of a group replaces the section that it composes now.
+    """
     chosen = [p for p in parsed if p.key_or_group in groups([CONF, *([own] if own else [])])]
     try:
         saved = read_yaml(run / "config.yaml")
@@ -137,14 +143,17 @@ def _compose_saved(run: Path, parsed: Sequence[Override], own: Path | None) -> D
 
 
 def _origin(key: str, overrides: Sequence[Override], folders: Sequence[Path], run: Path | None = None) -> str:
-    """Where the value came from: the command line, the run that is resumed, the YAML file that sets it last, or the default in config.py."""
+    """Return where a value was set.
+
+    That is the command line, the run that is resumed, the YAML file that sets it last, or the default in config.py.
+    """
     if any(o.key_or_group in (key, key.replace(".", "/")) for o in overrides):
         return "command line"
     if run:
         return str(run / "config.yaml")
     chosen = {"preset": "tiny", "algo": "grpo"} | {o.key_or_group: str(o.value()) for o in overrides}
     for file in (folder / "algo" / f"{chosen['algo']}.yaml" for folder in folders):
-        if file.is_file():  # the parts that an algorithm names, where the command line names no other
+        if file.is_file():  # the parts that an algorithm names, unless the command line names others
             named = OmegaConf.to_container(OmegaConf.load(file)).get("defaults", [])  # type: ignore[union-attr]
             chosen = {
                 f"algo/{name}": choice for part in named if isinstance(part, dict) for name, choice in part.items()

@@ -1,4 +1,4 @@
-"""Functions that settings name by `_target_`: checked against their source, without importing them (they may import torch)."""
+"""Check the functions that settings name by `_target_` against their source, without importing them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,13 @@ FUNCTION = "must be the path of a function: module.function"
 
 
 def target_problem(node: Any, called_with: tuple[str, ...]) -> tuple[str, str] | None:
-    """Check a `_target_` and its arguments against the function's source, without importing it (it may import torch)."""
+    """Return (key, problem) of a `_target_` and its arguments, None if there is none.
+
+    The function's source is parsed and not imported, since it may import torch. `called_with` names the positional
+    arguments that hybrid_rl passes.
+    """
     if not node or not isinstance(node, dict) or not node.get("_target_"):
-        return "_target_", "names no function; the recipe must set it"
+        return "_target_", "names no function; set it in the recipe"
     if not isinstance(node["_target_"], str) or "." not in node["_target_"].strip("."):
         return "_target_", FUNCTION
     module, _, name = node["_target_"].rpartition(".")
@@ -68,7 +72,7 @@ def target_problem(node: Any, called_with: tuple[str, ...]) -> tuple[str, str] |
 
 
 def _bound_otherwise(tree: ast.Module, name: str) -> bool:
-    """Whether a module may have the name from an import, an assignment or a block: only running it would tell what it is."""
+    """Return whether a module may get the name from an import, an assignment or a nested block."""
     for node in ast.walk(tree):
         match node:
             case ast.alias(name=imported, asname=alias) if (
@@ -85,7 +89,7 @@ def _bound_otherwise(tree: ast.Module, name: str) -> bool:
 
 
 def _choices(function: ast.FunctionDef | ast.AsyncFunctionDef) -> dict[str, list[Any]]:
-    """The values of each argument that is annotated as Literal[...]."""
+    """Return the allowed values of each argument that is annotated as Literal[...]."""
     found: dict[str, list[Any]] = {}
     for argument in (*function.args.args, *function.args.kwonlyargs):
         match argument.annotation:
@@ -96,18 +100,19 @@ def _choices(function: ast.FunctionDef | ast.AsyncFunctionDef) -> dict[str, list
 
 
 def file_of(target: str) -> Path | None:
-    """Return the file of the module that a `_target_` is in: one of its functions, or one of a class of its own."""
+    """Return the file of the module that defines a `_target_`: a function, or a method of a class."""
     module = target.rpartition(".")[0]
     return source_of(module) or source_of(module.rpartition(".")[0])
 
 
-# ---- a saved configuration: it may come from elsewhere ------------------------------------------------------------
+# ---- a saved configuration, which may come from someone else -------------------------------------------------------
 
 
 def check_saved_targets(saved: Any, run: Path, named: set[str]) -> None:
-    """Raise ConfigError for a saved `_target_` that is no function of a recipe: a run's folder may come from elsewhere, and what it names is called.
+    """Raise ConfigError for a saved `_target_` that could run foreign code: a run's folder may come from someone else.
 
-    Taken is what hybrid_rl and the user's own files define, and what the command line names too.
+    Allowed are targets that hybrid_rl's parts or the user's own files define, and those in `named`, which the command
+    line names too. `saved` is the parsed config.yaml of the folder `run`.
     """
     if isinstance(saved, list):
         for child in saved:
@@ -118,12 +123,16 @@ def check_saved_targets(saved: Any, run: Path, named: set[str]) -> None:
                 check_saved_targets(value, run, named)
             elif not isinstance(value, str) or not (value in named or _of_a_recipe(value)):
                 raise ConfigError(
-                    f"{run / 'config.yaml'}: _target_={value} is not defined by hybrid_rl's parts or a file of yours; name it on the command line"
+                    f"{run / 'config.yaml'}: _target_={value} is not defined by hybrid_rl's parts or a file of yours; "
+                    "if you trust it, name it on the command line"
                 )
 
 
 def _of_a_recipe(target: str) -> bool:
-    """Whether a function or class is defined (not only imported) in hybrid_rl's parts, or in a Python file that is not an installed package's."""
+    """Return whether hybrid_rl's parts, or a Python file outside installed packages, define the function or class.
+
+    A name that a file only imports does not count.
+    """
     module, _, name = target.rpartition(".")
     if module.startswith("hybrid_rl.") and not module.startswith(
         tuple(f"hybrid_rl.{part}" for part in ("algo.", "data.", "recipes.", "sandbox."))
@@ -131,8 +140,8 @@ def _of_a_recipe(target: str) -> bool:
         return False
     source = file_of(target)
     if source_of(module) is None:
-        module, _, name = module.rpartition(".")  # of a class
-    if source is None:  # told where targets are checked
+        module, _, name = module.rpartition(".")  # a method of a class
+    if source is None:  # target_problem reports it
         return not importlib.util.find_spec(target.partition(".")[0])
     installed = [*sysconfig.get_paths().values(), *site.getsitepackages(), site.getusersitepackages()]
     if not module.startswith("hybrid_rl.") and any(
@@ -143,6 +152,6 @@ def _of_a_recipe(target: str) -> bool:
         return False
     try:
         tree = ast.parse(source.read_text(encoding="utf-8"))
-    except (SyntaxError, UnicodeDecodeError):  # told where targets are checked
+    except (SyntaxError, UnicodeDecodeError):  # target_problem reports it
         return True
     return any(isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name for node in tree.body)

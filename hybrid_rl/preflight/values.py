@@ -1,4 +1,4 @@
-"""Values of settings: is each within the bounds that stand beside it in config.py, and do they make sense together?"""
+"""Check the values of settings against the bounds in config.py, and against each other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hybrid_rl.engine.sglang.interface import unusable
 from hybrid_rl.preflight.names import CONF, PARTS, nearest
 from hybrid_rl.preflight.targets import target_problem
 
-# what a function that a recipe names is called with, before what its own settings add
+# positional arguments that hybrid_rl passes to the function that a setting names; its own settings follow as keywords
 CALLED_WITH = {
     "data": (),
     "reward": ("completion", "task"),
@@ -25,16 +25,16 @@ CALLED_WITH = {
     "algo.aggregation": ("kept", "rollout", "max_tokens"),
     "algo.selection": ("minibatch",),
 }
-NAMED_PARTS = ("correction", "selection")  # any number of each, by name
+NAMED_PARTS = ("correction", "selection")  # each may hold any number of parts, by name
 
 
 def value_problems(c: DictConfig) -> Iterator[tuple[str, str]]:
-    """(key, what is wrong and what would be right), in the order a reader would want to hear them."""
+    """Yield (key, what is wrong and what to do) of every bad value, the most basic problems first."""
     if not c.name:
         recipes = ", ".join(sorted(file.stem for file in (CONF / "recipe").glob("*.yaml")))
         yield "name", f"no recipe was chosen; add +recipe=NAME, there are: {recipes}"
     elif c.name in (".", "..") or Path(c.name).name != c.name:
-        yield "name", "must be a plain name: the runs' folder is called so"
+        yield "name", "must be a plain name, since the folder of its runs is named after it"
     if not c.output_dir:
         yield "output_dir", "must be a folder; output_dir=. is the current one"
     for key, field in _bounded(Config):
@@ -59,20 +59,17 @@ def value_problems(c: DictConfig) -> Iterator[tuple[str, str]]:
         fitting = min((d for d in range(1, groups + 1) if groups % d == 0), key=lambda d: abs(d - c.algo.minibatches))
         yield (
             "algo.minibatches",
-            f"does not divide the {groups} groups of a batch (whole groups stay together); the nearest that does is {fitting}",
+            f"does not divide the {groups} groups of a batch (whole groups stay together); "
+            f"the nearest that does is {fitting}",
         )
-    room = c.policy.row_tokens - r.max_prompt_tokens
-    if r.max_tokens > room:
-        fix = (
-            f"at most {room} fit"
-            if room > 0
-            else f"set policy.row_tokens to {r.max_prompt_tokens + r.max_tokens} or more"
-        )
+    fitting = c.policy.row_tokens - r.max_prompt_tokens
+    if r.max_tokens > fitting:
+        needed = r.max_prompt_tokens + r.max_tokens
+        fix = f"at most {fitting} fit" if fitting > 0 else f"set policy.row_tokens to {needed} or more"
         yield (
             "rollout.max_tokens",
-            (
-                f"with rollout.max_prompt_tokens={r.max_prompt_tokens} a sample is longer than a row of policy.row_tokens={c.policy.row_tokens}; {fix}"
-            ),
+            f"with rollout.max_prompt_tokens={r.max_prompt_tokens} a sample is longer than a row of "
+            f"policy.row_tokens={c.policy.row_tokens}; {fix}",
         )
     if t.heads % t.kv_heads:
         yield "model.tiny.kv_heads", f"must divide model.tiny.heads={t.heads}"
@@ -81,7 +78,10 @@ def value_problems(c: DictConfig) -> Iterator[tuple[str, str]]:
     if c.engine.kind == EngineKind.sglang and (why := unusable()):
         yield "engine.kind", why
     if c.engine.tensor_parallel > 1 and c.engine.kind == EngineKind.local:
-        yield "engine.tensor_parallel", "is sglang's; engine=local holds the whole weights on every rank, set it to 1"
+        yield (
+            "engine.tensor_parallel",
+            "is a setting of engine=sglang; engine=local holds the whole weights on every rank, set it to 1",
+        )
     elif c.ranks % c.engine.tensor_parallel:
         yield "engine.tensor_parallel", f"does not divide the {c.ranks} ranks; set ranks to a multiple of it"
     if c.policy.lora.rank > 0 and importlib.util.find_spec("peft") is None:
@@ -106,20 +106,21 @@ def value_problems(c: DictConfig) -> Iterator[tuple[str, str]]:
         if not c.model.path or not (folder / "config.json").is_file():
             yield (
                 "model.path",
-                "is not a Hugging Face model folder on this disk (one with a config.json); set model.path=/path/to/the/folder",
+                "is not a Hugging Face model folder on this disk (one with a config.json); "
+                "set model.path=/path/to/the/folder",
             )
         elif not any(folder.glob("*.safetensors")):
-            yield "model.path", "has no *.safetensors file; weights are read in that format only"
+            yield "model.path", "has no *.safetensors file; convert its weights, which are read in that format only"
     for key in ("data", "reward"):
         yield from _part_problems(key, c)
 
 
 def _part_problems(key: str, c: DictConfig) -> Iterator[tuple[str, str]]:
-    """Of the function at `key`, and what it states about its arguments and other settings."""
+    """Yield problems of the function at `key`, and those that its module states about settings."""
     node = OmegaConf.to_container(OmegaConf.select(c, key))
     called_with = CALLED_WITH.get(key) or CALLED_WITH.get(key.rpartition(".")[0], ("batch",))
     if key == "data" and isinstance(node, dict):
-        arguments = node.pop("template_arguments", None)  # they are the renderer's
+        arguments = node.pop("template_arguments", None)  # the renderer gets them, not the function
         if not isinstance(arguments, dict | None):
             yield (
                 "data.template_arguments",
@@ -132,6 +133,7 @@ def _part_problems(key: str, c: DictConfig) -> Iterator[tuple[str, str]]:
 
 
 def _algo_problems(c: DictConfig) -> Iterator[tuple[str, str]]:
+    """Yield problems of the algorithm's settings."""
     algo = c.algo
     for key in (*PARTS, *(f"algo.{kind}.{name}" for kind in NAMED_PARTS for name in algo[kind])):
         yield from _part_problems(key, c)
@@ -148,7 +150,7 @@ def _algo_problems(c: DictConfig) -> Iterator[tuple[str, str]]:
     elif algo.kl.unbiased and algo.kl.place == KlPlace.reward:
         yield (
             "algo.kl.unbiased",
-            "is of a KL in the loss, and algo.kl.place=reward puts it into the reward; leave it out",
+            "applies to a KL in the loss, and algo.kl.place=reward puts it into the reward; leave it out",
         )
     elif algo.kl.target and not algo.kl.coef:
         yield "algo.kl.target", "steers algo.kl.coef, which is 0 and would stay 0; begin with algo.kl.coef=0.01, say"
@@ -161,7 +163,7 @@ def _algo_problems(c: DictConfig) -> Iterator[tuple[str, str]]:
         yield (
             "algo.correction",
             (
-                "weighs tokens by whole distributions, and rollout.top_k or rollout.top_p cut the one that is sampled from; "
+                "weighs tokens by whole distributions, and rollout.top_k or rollout.top_p truncates the sampled one; "
                 "use rollout.top_k=0 rollout.top_p=1, or no correction"
             ),
         )
@@ -170,9 +172,9 @@ def _algo_problems(c: DictConfig) -> Iterator[tuple[str, str]]:
     if c.rollout.group_size == 1 and "group" in needs({"_target_": algo.advantage._target_}):
         yield "rollout.group_size", f"leaves {algo.advantage._target_} nothing to compare with; use 2 or more"
     if "teacher_logprobs" in wanted and algo.teacher is None:
-        yield "algo.teacher", "is missing: algo.advantage learns from one; set algo.teacher=/path/to/a/model/folder"
+        yield "algo.teacher", "is missing, and algo.advantage needs it; set algo.teacher=/path/to/a/model/folder"
     elif "teacher_logprobs" not in wanted and algo.teacher is not None:
-        yield "algo.teacher", "is asked by no one; use algo=opd, or leave it out"
+        yield "algo.teacher", "is not used by algo.advantage; use algo=opd, or leave it out"
     if algo.teacher is not None and not (Path(algo.teacher) / "config.json").is_file():
         yield "algo.teacher", "is not a Hugging Face model folder on this disk (one with a config.json)"
     if algo.critic.path is not None and not (Path(algo.critic.path) / "config.json").is_file():
@@ -190,14 +192,14 @@ def _bounded(section: type, prefix: str = "") -> Iterator[tuple[str, Field]]:
 
 
 def _out_of_bounds(value: float | None, least: float | None, most: float | None, above: float | None) -> str:
-    """Return what a value must be instead, "" for one within its bounds."""
+    """Return what a value must be, "" if it is within its bounds."""
     if value is None:
         return ""
     if above is not None:
         return "" if above < value < math.inf else f"must be a number above {above:g}"
     assert least is not None
     if isinstance(value, int):
-        most = 2**31 - 1 if most is None else most  # what torch takes
+        most = 2**31 - 1 if most is None else most  # the largest that torch accepts
         return f"must be at least {least}" if value < least else f"must be at most {most}" if value > most else ""
     if most is None:
         return "" if least <= value < math.inf else f"must be a number of at least {least:g}"

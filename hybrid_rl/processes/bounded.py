@@ -1,6 +1,6 @@
-"""A function in a process of its own, which is killed where it takes too long or too much memory.
+"""Call a function in a child process that is killed when it takes too long or too much memory.
 
-For code that nothing else stops: programs and regular expressions that came with a model.
+Use it for code that cannot be interrupted otherwise: regular expressions and template programs that come with a model.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-Begin = Callable[[str], None]  # called before each piece of work, with what it is
-SECONDS = 60  # that one piece may take, where nothing says otherwise
-TEXT = 4096  # bytes of a piece's description
+Begin = Callable[[str], None]  # the function calls it before each part of its work, with a description of that part
+SECONDS = 60  # default time limit of one part
+TEXT = 4096  # bytes reserved for the description
 
 
 class Overrun(RuntimeError):
-    """The function did not come to its end: `doing` is the piece of work that it was at, `text` says what happened to it."""
+    """The function did not finish: `doing` is the part of the work that was running, `text` what happened to it."""
 
     def __init__(self, doing: str, text: str):
         super().__init__(f"{doing}: {text}")
@@ -32,8 +32,9 @@ class Overrun(RuntimeError):
 def bounded(function: Callable[[Begin], T], seconds: int, memory: int = 4 * 2**30) -> T:
     """Return `function(begin)`, called in a fork of this process, or raise the exception that it raised.
 
-    Raises Overrun where a piece of its work, each of which it announces with begin(what it is), takes longer than `seconds`, where it
-    needs more than `memory` bytes beyond this process's, or where it ends in another way than a function does.
+    The function calls begin(description) before each part of its work. Raises Overrun when one part takes longer than
+    `seconds`, when the child needs more than `memory` bytes beyond those of this process, or when the child ends
+    without a result.
     """
     doing = mmap.mmap(-1, TEXT)  # shared with the child
     context = multiprocessing.get_context("fork")
@@ -42,7 +43,7 @@ def bounded(function: Callable[[Begin], T], seconds: int, memory: int = 4 * 2**3
     with warnings.catch_warnings():
         warnings.simplefilter(
             "ignore", DeprecationWarning
-        )  # this process has threads; the child uses nothing of theirs
+        )  # this process has threads; the child uses none of their state
         child.start()
     sender.close()
     try:
@@ -63,11 +64,9 @@ def bounded(function: Callable[[Begin], T], seconds: int, memory: int = 4 * 2**3
 
 def _work(function: Callable[[Begin], Any], seconds: int, memory: int, doing: mmap.mmap, sender: Connection) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(
-            number, signal.SIG_IGN
-        )  # to a whole process group they are meant for the run, which ends its children
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the kernel ends the child then, whatever it does
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a library's last words
+        signal.signal(number, signal.SIG_IGN)  # a signal to the process group is for the run, which ends its children
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the kernel then ends the child even inside C code
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hide what a library prints when it aborts
     _limit_memory(memory)
 
     def begin(what: str) -> None:
@@ -81,11 +80,9 @@ def _work(function: Callable[[Begin], Any], seconds: int, memory: int, doing: mm
         answer = False, f"needs more than {memory / 2**30:.0f} GiB of memory"
     except Exception as error:
         answer = False, error
-    except BaseException as error:  # a panic of a library in Rust is no Exception
-        answer = (
-            False,
-            f"ended with {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}",
-        )
+    except BaseException as error:  # a panic in a Rust library is no Exception
+        first = next(iter(str(error).strip().splitlines()), "")
+        answer = False, f"ended with {type(error).__name__}: {first}"
     try:
         sender.send(answer)
     except Exception as error:  # it cannot be pickled
@@ -93,6 +90,10 @@ def _work(function: Callable[[Begin], Any], seconds: int, memory: int, doing: mm
 
 
 def _limit_memory(more: int) -> None:
+    """Limit this process to `more` bytes of data beyond what it has now.
+
+    RLIMIT_DATA is compared with exactly VmData, which psutil does not report (its `data` includes the stack).
+    """
     try:
         with open("/proc/self/status") as status:
             used = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData:"))

@@ -1,7 +1,8 @@
-"""Child processes that start from the package alone: multiprocessing's spawn, without running the user's script again in each of them.
+"""Spawn child processes without importing the user's script in them.
 
-`spawn` imports the parent's main module in the child. A script that calls hybrid_rl.run.main() without `if __name__ == "__main__":` would so
-begin its run again in every worker. What the workers here are given is imported by its module's name; they need no main module.
+multiprocessing's `spawn` imports the parent's main module in the child. A script that calls hybrid_rl.run.main()
+without `if __name__ == "__main__":` would therefore start its run again in every worker. The workers here import their
+functions by module name and need no main module.
 """
 
 from __future__ import annotations
@@ -33,6 +34,6 @@ class _Process(context.SpawnProcess):
 
 
 class Context(context.SpawnContext):
-    """As multiprocessing.get_context("spawn")."""
+    """A multiprocessing context like get_context("spawn"), whose processes do not import the main module."""
 
     Process = _Process

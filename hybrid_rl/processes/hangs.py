@@ -1,13 +1,13 @@
-"""Whether a rank still gets on: what each notes of itself, and who looks at it. No torch here.
+"""Detect ranks that hang, from the progress that each rank records. This module does not import torch.
 
-A rank notes its phase, when it last did something, and whether it waits for the others, in a small file that is mapped into
-memory: about a microsecond each time. The launcher reads the files. A rank that has noted nothing for `rank_timeout` seconds, and
-does not say that it waits, hangs: every rank is made to write down its threads' stacks, the run says who hangs where, and ends.
-A run of one rank looks at itself, from a thread.
+Each rank records its phase, the time of its last progress and whether it waits for other ranks in a small memory-mapped
+file (about a microsecond per record). The launcher reads the files. A rank hangs when it has recorded no progress for
+`rank_timeout` seconds and is not waiting: the launcher then collects the stacks of all ranks, prints which rank hangs
+in which phase, and ends the run. A run with one rank checks itself from a thread.
 
-A rank that waits may do so for any time while the one it waits for gets on. Before the first phase, where models and data are loaded and
-nobody can say how long that takes, a rank hangs only where another one has waited for it that long. Ranks that have ended are not looked at,
-and the others still are.
+A rank may wait as long as another rank makes progress. Before the first phase, while models and data load, the duration
+is unknown: a rank then hangs only if another rank has waited for it for `rank_timeout`. Ranks that have ended are not
+checked.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-NOTES = "HYBRID_RL_NOTES"  # the folder of the ranks' notes
-DUMP = signal.SIGUSR1  # asks a rank for its stacks
-START = "start"  # the phase before the first that has a name
-_FORM = struct.Struct("d?B64s")  # when, waits for the others, length of the phase's name, the name
+NOTES = "HYBRID_RL_NOTES"  # environment variable: the folder with one progress file per rank
+DUMP = signal.SIGUSR1  # makes a rank write its stacks
+START = "start"  # the phase before the first named one
+_FORM = struct.Struct("d?B64s")  # time, waits for other ranks, length of the phase name in bytes, phase name
 
-
-Stacks = dict[
-    int, list[str]
-]  # of each rank the lines of its main thread, innermost first; empty where it gave no answer
+# rank → stack lines of its main thread, innermost first; empty if the rank did not answer
+Stacks = dict[int, list[str]]
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
+    """The last progress record of one rank."""
+
     rank: int
     phase: str
-    at: float  # time.monotonic() of the last progress, which all processes of a machine share
-    waits: bool  # for other ranks
+    at: float  # time.monotonic() of the last progress; all processes of a machine share this clock
+    waits: bool  # whether it waits for other ranks
 
 
 class _Notes:
-    """This process's own note."""
+    """The progress record of this process."""
 
     def __init__(self, path: Path | None):
-        """In a file, for others to read; or in memory."""
+        """Keep the record in the file at `path`, for the launcher to read, or in memory if it is None."""
         if path is None:
             self.map = mmap.mmap(-1, _FORM.size)
         else:
@@ -60,9 +60,11 @@ class _Notes:
         self.put()
 
     def put(self) -> None:
+        """Write the record with the current time."""
         _FORM.pack_into(self.map, 0, time.monotonic(), self.waits, len(self.name), self.name)
 
     def read(self) -> Note:
+        """Return the record."""
         return Note(0, self.name.decode(errors="replace"), _FORM.unpack_from(self.map)[0], self.waits)
 
 
@@ -70,13 +72,17 @@ _own: _Notes | None = None
 
 
 def progress() -> None:
-    """Something was done: a completion, a row of the update, a step of a loop that may take long."""
+    """Record that this process made progress: a finished completion, a row of an update, one pass of a long loop."""
     if _own:
         _own.put()
 
 
 def begin() -> None:
-    """This process is a rank: its launcher, where it is ours, reads its notes, and DUMP makes it write its stacks there; or to standard error."""
+    """Start recording the progress of this rank.
+
+    DUMP makes the rank write its stacks beside its record, or to standard error under another launcher than
+    hybrid_rl's.
+    """
     global _own
     if folder := os.environ.get(NOTES):
         own = Path(folder, os.environ["RANK"])
@@ -88,7 +94,7 @@ def begin() -> None:
 
 @contextmanager
 def phase(name: str, loading: bool = False) -> Iterator[None]:
-    """Give the work that follows this name. `loading`: what comes after it is loading again, which may take any time."""
+    """Name the work inside the context as phase `name`. `loading`: what follows is loading again, which may take any time."""
     if not _own:
         yield
         return
@@ -97,6 +103,7 @@ def phase(name: str, loading: bool = False) -> Iterator[None]:
     try:
         yield
     finally:
+        # after the first phase the rank no longer counts as loading
         first = before == START.encode() and not loading
         _own.name = f"after {name}".encode()[:64] if first else before
         _own.put()
@@ -104,7 +111,7 @@ def phase(name: str, loading: bool = False) -> Iterator[None]:
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """What follows ends when the other ranks come."""
+    """Record that the work inside the context waits for other ranks."""
     if not _own:
         yield
         return
@@ -117,11 +124,11 @@ def waiting() -> Iterator[None]:
         _own.put()
 
 
-# ---- who looks --------------------------------------------------------------------------------------------------------
+# ---- detection -----------------------------------------------------------------------------------------------------
 
 
 def hanging(notes: Sequence[Note], now: float, timeout: float) -> list[Note]:
-    """The ranks that hang; all of them where each waits for the others."""
+    """Return the ranks that hang at `now` (seconds, time.monotonic()); all of them if each waits for the others."""
     old = [note for note in notes if now - note.at > timeout]
     waited_for = any(note.waits for note in old)
     found = [note for note in old if not note.waits and (note.phase != START or waited_for)]
@@ -129,20 +136,20 @@ def hanging(notes: Sequence[Note], now: float, timeout: float) -> list[Note]:
 
 
 class Hangs(Exception):
-    """A rank does; the message is what to say of it."""
+    """A rank hangs; the message names the rank, its phase and the stacks."""
 
 
-class Watch:
-    """Of ranks that this process started, by their notes in `folder`; their stacks go to `stacks`."""
+class HangDetector:
+    """A detector for the ranks that this process started: reads records in `folder`, writes stacks to `stacks`."""
 
     def __init__(self, folder: Path, timeout: float, stacks: Path):
         self.folder, self.timeout, self.stacks = folder, timeout, stacks
         self._next = 0.0
 
-    def look(self, pids: Mapping[int, int], ended: Sequence[int] = ()) -> None:
-        """Look once a second at most. Raises Hangs, every rank's stacks collected, if one does not get on.
+    def check(self, pids: Mapping[int, int], ended: Sequence[int] = ()) -> None:
+        """Check the ranks, at most once a second. Raises Hangs after collecting the stacks of all ranks if one hangs.
 
-        `pids` are the processes of the ranks that run; `ended` are the ranks that do not run any more.
+        `pids` maps each running rank to its process id; `ended` holds the ranks that have ended.
         """
         now = time.monotonic()
         if now < self._next:
@@ -152,11 +159,10 @@ class Watch:
         if len(notes) < len(pids) or not (hung := hanging(notes, now, self.timeout)):
             return
         stacks = self._collect(pids)
-        if any(
-            not note.waits for note in hung
-        ):  # who is inside a collective of torch's own waits too, without having said so
+        if any(not note.waits for note in hung):
+            # a rank inside a collective that torch itself started waits too, without having recorded it
             hung = [note for note in hung if not _in_collective(stacks[note.rank])] or hung
-        else:  # one that does not even answer was stopped while it waited
+        else:  # a rank that does not answer was stopped while it waited
             hung = [note for note in hung if not stacks[note.rank]] or hung
         raise Hangs(describe(notes, hung, stacks, self.timeout, self.stacks, ended))
 
@@ -167,7 +173,7 @@ class Watch:
         return None
 
     def _collect(self, pids: Mapping[int, int], patience: float = 5.0) -> Stacks:
-        """Ask every rank for its stacks, wait until they are there, and put them where a person finds them."""
+        """Ask every rank for its stacks, wait up to `patience` seconds for them, and write them to `self.stacks`."""
         for pid in pids.values():
             with suppress(ProcessLookupError):
                 os.kill(pid, DUMP)
@@ -182,9 +188,7 @@ class Watch:
         found: Stacks = {}
         for rank in pids:
             text = self._text(rank)
-            (self.stacks / f"rank_{rank}.txt").write_text(
-                text or "no answer: the process is stopped, or stuck in the kernel\n"
-            )
+            (self.stacks / f"rank_{rank}.txt").write_text(text or f"{NO_ANSWER}\n")
             found[rank] = main_thread(text)
         return found
 
@@ -195,7 +199,7 @@ class Watch:
 
 
 def main_thread(text: str) -> list[str]:
-    """The frames of the main thread, innermost first, of what faulthandler wrote: it comes last."""
+    """Return the frames of the main thread, innermost first, from faulthandler's output, where it comes last."""
     blocks = [
         block.strip().splitlines()[1:]
         for block in re.split(r"^(?=(?:Current t|T)hread 0x)", text, flags=re.MULTILINE)
@@ -208,14 +212,24 @@ def _in_collective(frames: Sequence[str]) -> bool:
     return any("/torch/distributed/" in frame for frame in frames[:3])
 
 
+NO_ANSWER = "no answer: the process is stopped, or stuck in the kernel"
+FRAMES = 8  # innermost frames of each rank that are printed
+
+
 def describe(
-    notes: Sequence[Note], hung: Sequence[Note], stacks: Stacks, timeout: float, folder: Path, ended: Sequence[int] = (), most: int = 8
-) -> str:  # fmt: skip
-    """Who hangs, in which phase, since when; then the innermost frames of every rank that runs."""
+    notes: Sequence[Note],
+    hung: Sequence[Note],
+    stacks: Stacks,
+    timeout: float,
+    folder: Path,
+    ended: Sequence[int] = (),
+) -> str:
+    """Return a message with the ranks that hang, their phase and since when, and the frames of every running rank."""
     now = time.monotonic()
 
     def since(note: Note) -> str:
-        return f"no progress since {time.strftime('%H:%M:%S', time.localtime(time.time() - now + note.at))} ({now - note.at:.0f} s)"
+        clock = time.strftime("%H:%M:%S", time.localtime(time.time() - now + note.at))
+        return f"no progress since {clock} ({now - note.at:.0f} s)"
 
     lines = [
         f"hybrid_rl: rank {note.rank} hangs in phase {note.phase}: {since(note)}, rank_timeout={timeout:g}"
@@ -229,14 +243,12 @@ def describe(
     for note in notes:
         doing = "hangs" if note in hung and not mutual else "waits for the others"
         lines.append(f"  rank {note.rank}, phase {note.phase}, {doing}:")
-        lines += [f"    {frame}" for frame in stacks[note.rank][:most]] or [
-            "    no answer: the process is stopped, or stuck in the kernel"
-        ]
+        lines += [f"    {frame}" for frame in stacks[note.rank][:FRAMES]] or [f"    {NO_ANSWER}"]
     return "\n".join([*lines, f"  every thread's stack: {folder}"])
 
 
 def alone(timeout: float, folder: Path, end: Callable[[], object]) -> None:
-    """A run of one rank watches itself; `end` is called after it has said where it hangs."""
+    """Start a thread in which a run of one rank checks itself; it calls `end` after printing where the rank hangs."""
     global _own
     _own = _Notes(None)
     threading.Thread(target=_look_at_own, args=(_own, timeout, folder, end), daemon=True).start()

@@ -1,7 +1,12 @@
-"""Start a run's ranks on this machine, and make sure that none outlives the others or its launcher. No torch before it is needed.
+"""Start the ranks of a run on this machine, and make sure that none outlives the others or the launcher.
 
-The ranks find each other through environment variables, those of torchrun: who started them makes no difference to them.
-Every socket of ranks that are started here listens on the loopback interface only.
+The ranks find each other through torchrun's environment variables, so they work under any launcher that sets those.
+All sockets of ranks started here listen on the loopback interface only. torch is imported only when ranks start.
+
+`accelerate` is a dependency because transformers loads models through it, and experiment trackers use it. Its launcher
+and device detection are not used: its launcher does not detect hanging ranks, collect their stacks or pass a signal on
+for a graceful stop, and its state object would create the process group with other backends and timeouts than
+processes/ranks.py.
 """
 
 from __future__ import annotations
@@ -21,22 +26,26 @@ from pathlib import Path
 from hybrid_rl.processes import hangs
 from hybrid_rl.processes.signals import SIGNALS, asked, end_now, kill_children, listening
 
-LAUNCHER = "HYBRID_RL_LAUNCHER"  # process id of the one that started this rank
-WARNINGS = "ignore:resource_tracker:UserWarning"  # multiprocessing's, of what a rank that was ended by a signal left to be cleaned up
-AT_A_SIGNAL = tuple(128 + number for number in SIGNALS)  # exit codes
-MARGIN = 10.0  # seconds beyond a limit of the ranks' own, after which the launcher does not rely on it any more
-TOGETHER = 10.0  # seconds within which ranks end that agreed to
-SPEAK = 2.0  # seconds that a rank leaves to rank 0 to say what all of them would say
+LAUNCHER = "HYBRID_RL_LAUNCHER"  # environment variable: process id of the launcher that started this rank
+# multiprocessing warns about what a rank that a signal ended has left for it to clean up
+WARNINGS = "ignore:resource_tracker:UserWarning"
+AT_A_SIGNAL = tuple(128 + number for number in SIGNALS)  # exit codes of a graceful stop
+MARGIN = 10.0  # seconds that the launcher waits beyond the limit within which ranks should stop by themselves
+TOGETHER = 10.0  # seconds within which all ranks should end after a graceful stop
+SPEAK = 2.0  # seconds that other ranks wait for rank 0 to print a message that all of them have
 
 
 def world() -> int | None:
-    """How many ranks torchrun, accelerate or another launcher started, this process one of them; None without a launcher."""
+    """Return the number of ranks that a launcher (torchrun or another) started, with this process; None without one."""
     size = os.environ.get("WORLD_SIZE")
     return int(size) if size else None
 
 
 def environment_problem() -> str:
-    """What is wrong with the variables that a launcher sets for its ranks; "" where nothing is. No rank must wait for others in vain."""
+    """Return what is wrong with the environment variables that a launcher sets, or "".
+
+    With wrong variables, ranks would wait for each other forever.
+    """
     e = os.environ
     if not e.get("WORLD_SIZE"):
         return "RANK is set and WORLD_SIZE is not: start ranks with torchrun, or unset RANK" if e.get("RANK") else ""
@@ -65,18 +74,21 @@ NUMBERS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 def launched() -> bool:
-    """Whether this process is one rank of several."""
+    """Return whether this process is one rank of several."""
     return (world() or 1) > 1
 
 
 def after_rank_0() -> None:
-    """Before a message that rank 0 has too: it says it and ends, so the launcher ends the others while they wait here."""
+    """Wait, on ranks other than 0, before printing a message that rank 0 prints too.
+
+    Rank 0 prints it and ends, and the launcher ends the other ranks while they wait here: the message appears once.
+    """
     if launched() and os.environ["RANK"] != "0":
         time.sleep(SPEAK)
 
 
 def end_with_launcher() -> None:
-    """End this rank and its child processes within a second or two of its launcher's death, however that died."""
+    """Start a thread that ends this rank and its child processes within two seconds after its launcher has died."""
     launcher = int(os.environ.get(LAUNCHER, os.getppid()))
     threading.Thread(target=_watch, args=(launcher,), daemon=True).start()
 
@@ -88,10 +100,11 @@ def _watch(launcher: int) -> None:
 
 
 def launch(count: int, arguments: Sequence[str], run_folder: Path, timeout: float, patience: float = 60.0) -> int:
-    """Run python with `arguments` as `count` ranks; returns the exit code: that of the first that fails, 128 + n where signal n ended the run.
+    """Run python with `arguments` as `count` ranks and return the exit code of the run.
 
-    The first rank to fail ends the others, and so does one without any progress for `timeout` seconds; stacks are written to
-    run_folder/stacks then. SIGTERM and Ctrl-C are passed on to the ranks, which have `patience` seconds to end.
+    The code is that of the first rank that fails, or 128 + n if signal n ended the run. When a rank fails, the others
+    are ended. When a rank makes no progress for `timeout` seconds, stacks are written to run_folder/stacks and all
+    ranks are ended. SIGTERM and Ctrl-C are passed on to the ranks, which have `patience` seconds to end.
     """
     from torch.distributed import TCPStore
 
@@ -99,19 +112,24 @@ def launch(count: int, arguments: Sequence[str], run_folder: Path, timeout: floa
     port = listener.getsockname()[1]
     store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     shared = {
-        "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", LAUNCHER: str(os.getpid()),
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        LAUNCHER: str(os.getpid()),
         "PYTHONWARNINGS": f"{os.environ.get('PYTHONWARNINGS', '')},{WARNINGS}".strip(","),
-    }  # fmt: skip
+    }
     if sys.platform == "linux":
         shared |= {name: os.environ.get(name, "lo") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
     with tempfile.TemporaryDirectory() as notes:
-        watched = hangs.Watch(Path(notes), timeout, run_folder / "stacks")
+        detector = hangs.HangDetector(Path(notes), timeout, run_folder / "stacks")
         environments = [
             {**shared, hangs.NOTES: notes, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)
         ]
-        code = attend(environments, arguments, patience, watched)
-    del store  # it lives as long as the ranks
+        code = attend(environments, arguments, patience, detector)
+    del store  # it must live as long as the ranks
     return code
 
 
@@ -119,19 +137,21 @@ def attend(
     environments: Sequence[dict[str, str]],
     arguments: Sequence[str],
     patience: float,
-    watched: hangs.Watch | None = None,
+    detector: hangs.HangDetector | None = None,
 ) -> int:
-    """Run python with `arguments` once for each of `environments`, together, until all have ended or one has failed. As `launch` says."""
+    """Run python with `arguments` once for each of `environments`, at the same time, until all end or one fails.
+
+    Returns the exit code as `launch` does; `detector` checks for hanging ranks.
+    """
     processes: list[subprocess.Popen[bytes]] = []
     with listening(patience + MARGIN, speaks=False):
         try:
-            for (
-                environment
-            ) in environments:  # in sessions of their own: a terminal's signals reach them through this process only
+            for environment in environments:
+                # each in a new session, so that a terminal's signals reach it only through this process
                 processes.append(
                     subprocess.Popen([sys.executable, *arguments], env=os.environ | environment, start_new_session=True)
                 )
-            failed = _wait(processes, watched)
+            failed = _wait(processes, detector)
         except hangs.Hangs as error:
             print(error, file=sys.stderr)
             return 1
@@ -149,34 +169,39 @@ def attend(
     return 1
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], watched: hangs.Watch | None) -> int | None:
-    """Until all have ended; the first that failed, or None. Those that end because a signal asked them to do so end together.
+def _wait(processes: Sequence[subprocess.Popen[bytes]], detector: hangs.HangDetector | None) -> int | None:
+    """Wait until all processes have ended or one has failed; return the index of the first that failed, or None.
 
-    Raises Hangs where one of those that are watched does.
+    After a graceful stop, wait for the others up to TOGETHER seconds. Raises Hangs when `detector` finds a hanging
+    rank.
     """
-    told, since, pids = False, 0.0, {i: process.pid for i, process in enumerate(processes)}
+    passed_on, since, pids = False, 0.0, {i: process.pid for i, process in enumerate(processes)}
     while True:
         ended = {i: code for i, process in enumerate(processes) if (code := process.poll()) is not None}
-        bad = {i: code for i, code in ended.items() if code not in (0, *AT_A_SIGNAL)}
-        if bad:
-            return next(iter(bad))
+        failed = {i: code for i, code in ended.items() if code not in (0, *AT_A_SIGNAL)}
+        if failed:
+            return next(iter(failed))
         stopped = next((i for i, code in ended.items() if code), None)
         if stopped is not None:
             since = since or time.monotonic()
         if len(ended) == len(processes) or (since and time.monotonic() - since > TOGETHER):
             return stopped
-        if asked() and not told:
-            told = True
+        if asked() and not passed_on:
+            passed_on = True
             for i, process in enumerate(processes):
                 if i not in ended:
                     process.send_signal(asked())
-        if watched:
-            watched.look({rank: pid for rank, pid in pids.items() if rank not in ended}, sorted(ended))
+        if detector:
+            detector.check({rank: pid for rank, pid in pids.items() if rank not in ended}, sorted(ended))
         time.sleep(0.05)
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]], grace: float = 2.0) -> None:
-    """No process is left after this. What a rank that died by a signal left of its group ends by itself, unless it hangs."""
+    """End all processes and their descendants.
+
+    Processes that a killed rank left behind have `grace` seconds to end by themselves. They are found by process group:
+    once their parent is dead, psutil can no longer tell that they are its descendants.
+    """
     for process in processes:
         if process.poll() is None:
             kill_children(process.pid)
@@ -184,7 +209,7 @@ def _end(processes: Sequence[subprocess.Popen[bytes]], grace: float = 2.0) -> No
             process.wait(MARGIN)
     deadline = time.monotonic() + grace
     for process in processes:
-        with suppress(ProcessLookupError, PermissionError):  # nothing left
+        with suppress(ProcessLookupError, PermissionError):  # the group is empty
             while time.monotonic() < deadline:
                 os.killpg(process.pid, 0)
                 time.sleep(0.05)

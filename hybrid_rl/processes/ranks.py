@@ -1,7 +1,8 @@
-"""The ranks of one run: who they are, and how they agree. Every rank runs the same program on the same facts.
+"""The ranks of a run and their collectives. Every rank runs the same program on the same data.
 
-A rank samples and scores its share of the requests, then all ranks hold all rollouts (`all_gather`), decide alike, and
-train their share. Rank 0 writes files and speaks; what only it can know reaches the others by `from_main`.
+Each rank samples and scores its share of the requests; then all ranks exchange all rollouts (`all_gather`), take the
+same decisions, and train on their share. Rank 0 writes files and prints; `from_main` sends its results to the other
+ranks.
 """
 
 from __future__ import annotations
@@ -30,26 +31,33 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among the `world` of the run, `local_world` of them on this node. All methods are collective:
-    every rank calls them, in the same order. With one rank they are the identity and need no process group."""
+    """This process among the `world` ranks of the run, `local_world` of them on this node.
+
+    Methods that communicate are collective: every rank calls them, in the same order. With one rank they return their
+    input and need no process group.
+    """
 
     rank: int = 0
     world: int = 1
     local_rank: int = 0
     local_world: int = 1
-    group: dist.ProcessGroup | None = None  # of a team; None is all ranks of the run
+    group: dist.ProcessGroup | None = None  # the group of a team; None: all ranks of the run
 
     @property
     def main(self) -> bool:
+        """Return whether this is rank 0, which writes files and prints."""
         return self.rank == 0
 
     def share(self, count: int, team: int = 1) -> range:
-        """This rank's contiguous part of `count` items; the parts differ by at most one item. Of a team, the first rank has it all."""
+        """Return this rank's contiguous part of `count` items; parts differ in size by at most one.
+
+        In teams of `team` ranks, the first rank of a team has the part of the whole team.
+        """
         place, parts = self.rank // team, self.world // team
         return range(0) if self.rank % team else range(count * place // parts, count * (place + 1) // parts)
 
     def team(self, size: int) -> Ranks:
-        """This rank among its team of `size` neighbours, who agree among themselves; `size` divides the number of ranks."""
+        """Return this rank within its team of `size` neighbours, which has its own group; `size` divides `world`."""
         if size == 1:
             return Ranks()
         groups = [
@@ -59,7 +67,7 @@ class Ranks:
         return Ranks(self.rank % size, size, self.local_rank % size, size, groups[self.rank // size])
 
     def all_gather(self, value: T) -> list[T]:
-        """Every rank's value, in rank order; anything that pickles."""
+        """Return the values of all ranks, in rank order. `value` may be anything that can be pickled."""
         if self.world == 1:
             return [value]
         gathered: list[Any] = [None] * self.world
@@ -68,7 +76,7 @@ class Ranks:
         return gathered
 
     def from_main(self, function: Callable[[], T]) -> T:
-        """Rank 0 calls `function`; every rank gets its value, or raises its exception."""
+        """Call `function` on rank 0; return its value, or raise its exception, on every rank."""
         if self.world == 1:
             return function()
         outcome: list[Any] = [None, None]
@@ -84,13 +92,13 @@ class Ranks:
         return outcome[0]
 
     def agree(self, error: Exception | None = None) -> None:
-        """Raises on every rank where at least one brings an error: its own there, the first one's elsewhere."""
+        """Raise on every rank if at least one passes an error: that rank its own, the others the first one."""
         errors = [e for e in self.all_gather(error) if e is not None]
         if errors:
             raise error or _elsewhere(errors[0])
 
     def on_all(self, function: Callable[[], T]) -> T:
-        """Every rank calls `function`; where one of them raises an error, all do."""
+        """Call `function` on every rank and return its value; if it raises on one rank, raise on all."""
         error = None
         try:
             value = function()
@@ -100,7 +108,7 @@ class Ranks:
         return value
 
     def largest(self, value: int) -> int:
-        """The largest of all ranks' values."""
+        """Return the largest value over all ranks."""
         if self.world == 1:
             return value
         found = torch.tensor(value)
@@ -109,52 +117,55 @@ class Ranks:
         return int(found)
 
     def sum(self, values: Tensor) -> Tensor:
-        """Element-wise sum over ranks, in place."""
+        """Sum `values` element-wise over ranks, in place, and return them."""
         if self.world > 1:
             with hangs.waiting():
                 dist.all_reduce(values, group=self.group)
-                if values.is_cuda:  # NCCL returns at once; whoever waits for the others should be known to wait
+                if values.is_cuda:  # NCCL returns at once; wait here, so that the record says that this rank waits
                     torch.cuda.current_stream().synchronize()
         return values
 
     @contextmanager
     def failing(self) -> Iterator[None]:
-        """Around all work of several ranks: the one that fails prints its traceback and ends at once, and with that the run.
+        """Print the traceback and end this process when the work inside the context fails on one of several ranks.
 
-        The others lose their connection to it, or were told of its error. That is no news: they leave it to the launcher to end
-        them, and speak only where it does not.
+        The other ranks then lose their connection, or receive the error by a collective. They print nothing and wait
+        for the launcher to end them; only if it does not, they print their own traceback and end.
         """
         try:
             yield
         except Exception as error:
             if self.world == 1:
                 raise
-            if (
-                isinstance(error, dist.DistError)
-                or "gloo" in str(error)
-                or ELSEWHERE in getattr(error, "__notes__", ())
-            ):
-                _wait_for_the_end()
+            lost = isinstance(error, dist.DistError) or "gloo" in str(error)
+            if lost or ELSEWHERE in getattr(error, "__notes__", ()):
+                _wait_for_launcher()
             print(f"hybrid_rl: rank {self.rank} failed\n{traceback.format_exc()}", end="", file=sys.stderr)
             _exit(1)
 
     def leave(self, code: int) -> int:
-        """The end of the program: `code` with one rank. Of several, those of a run that was saved end together, and here."""
+        """Return `code` with one rank; with several, end this process with it.
+
+        After a success or a graceful stop, ranks wait for each other before they end.
+        """
         if self.world == 1:
             return code
         if code in (0, *AT_A_SIGNAL):
-            with suppress(RuntimeError):  # a rank that failed this late says so itself
+            with suppress(RuntimeError):  # a rank that fails this late prints its error itself
                 self.all_gather(None)
         _exit(code)
 
 
-BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # gloo on GPUs too, for what ranks tell each other
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # with GPUs too, objects and CPU tensors travel over gloo
 GRACE = 5.0  # seconds that the launcher has to end a rank after another one failed
 ELSEWHERE = "(raised on another rank)"
 
 
-def _wait_for_the_end() -> None:
-    """A launcher that ends this rank because of another one does it by a signal, which is no wish any more then."""
+def _wait_for_launcher() -> None:
+    """Wait up to GRACE seconds for the launcher to end this rank after another rank failed.
+
+    A launcher may do that with SIGTERM: it then ends the process at once and requests no graceful stop.
+    """
     deadline = time.monotonic() + GRACE
     while time.monotonic() < deadline:
         if asked():
@@ -168,25 +179,26 @@ def _elsewhere(error: Exception) -> Exception:
 
 
 def _exit(code: int) -> NoReturn:
-    """Without the destructors of process groups, which abort now and then when ranks end one after the other."""
+    """End this process without running the destructors of process groups, which sometimes abort."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-_patience = timedelta(days=7)  # of a collective
+_patience = timedelta(days=7)  # timeout of collectives
 
 
 def patient(group: dist.ProcessGroup) -> None:
-    """A group that torch made gets the patience of the whole run's; its own would be ten minutes with NCCL, whatever is configured."""
+    """Set the timeout of a group that torch created to that of the run; NCCL's default would be ten minutes."""
     dist.distributed_c10d._set_pg_timeout(_patience, group)
 
 
 def join(timeout: float, device: str = "auto") -> Ranks:
-    """Join the ranks that the launcher started (environment variables of torchrun).
+    """Join the ranks that the launcher started (torchrun's environment variables); return this rank.
 
-    Our launcher watches them (`watch`) and says more of one that hangs than a collective could, so collectives wait as long as it does.
-    Under another launcher `timeout` s bound every wait for the others.
+    hybrid_rl's launcher detects hangs and reports more than a timeout of a collective would, so collectives wait for
+    days. Under another launcher every collective times out after `timeout` seconds. Raises ConfigError if the ranks
+    cannot meet.
     """
     global _patience
     if not launched():

@@ -1,6 +1,6 @@
-"""SIGTERM and Ctrl-C: the first one asks the run to end where it can be saved, a second one ends this process at once.
+"""Handle SIGTERM and Ctrl-C: the first requests a graceful stop, a second ends the process at once.
 
-A signal is the process's own business, so these are functions and no object. No torch here: the launcher listens too.
+Signals belong to the process, so the state here is global. This module does not import torch: the launcher uses it too.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from contextlib import contextmanager, suppress
 import psutil
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-ONE = 1.0  # seconds within which signals count as one: a terminal, a launcher and `timeout` may each deliver the same wish
+# seconds within which signals count as one: a terminal, a launcher and `timeout` may each deliver the same request
+ONE = 1.0
 _asked = 0
 
 
 class Stopped(Exception):
-    """The run was asked to end by signal `number`, and did so where it could be saved; the message says where."""
+    """The run stopped gracefully because of signal `number` and was saved; the message says at which step."""
 
     def __init__(self, number: int, where: str):
         super().__init__(where)
@@ -30,7 +31,7 @@ class Stopped(Exception):
 
 
 def asked() -> int:
-    """The first signal that came, 0 if none did. Ranks must agree before they act on it: Session.stop_asked."""
+    """Return the first signal received, 0 if none. Ranks must agree before they act on it: Session.stop_asked."""
     return _asked
 
 
@@ -38,11 +39,11 @@ def asked() -> int:
 def listening(
     patience: float, speaks: bool = True, pass_on: Callable[[int], object] = lambda number: None
 ) -> Iterator[None]:
-    """A signal requests a graceful stop while this lasts; `patience` seconds after the first one it is as if a second one came.
+    """Receive signals inside the context: the first requests a graceful stop, a second ends the process at once.
 
-    `pass_on` is called with the first one.
-
-    A thread receives them: the main thread may be in a long computation, or wait for a rank that is no more.
+    `patience` seconds after the first signal the process ends as if a second one had arrived. `pass_on` is called with
+    the first signal. `speaks` prints a line when it arrives. A thread receives the signals, because the main thread may
+    be in a long computation, or wait for a rank that has died.
     """
     global _asked
     _asked = 0
@@ -69,7 +70,7 @@ def _watch(reader: int, patience: float, speaks: bool, pass_on: Callable[[int], 
     while True:
         wait = max(0.0, first + patience - time.monotonic()) if _asked else None
         received = os.read(reader, 1) if select.select([reader], [], [], wait)[0] else bytes([_asked])
-        if not received:  # nobody listens any more
+        if not received:  # the context has ended
             return
         now, number = time.monotonic(), received[0]
         if number in SIGNALS and not _asked:
@@ -77,22 +78,24 @@ def _watch(reader: int, patience: float, speaks: bool, pass_on: Callable[[int], 
             pass_on(number)
             if speaks:
                 name = signal.Signals(number).name
-                line = f"hybrid_rl: {name}: the step ends and is saved, which may take up to {patience:g} s; a second one ends at once\n"
-                sys.stdout.write(line)
+                sys.stdout.write(
+                    f"hybrid_rl: {name}: the run stops after this step and saves it, within {patience:g} s; "
+                    "a second signal ends it at once\n"
+                )
                 sys.stdout.flush()
         elif number in SIGNALS and now - first >= min(ONE, patience):
             end_now(128 + number)
 
 
 def end_now(code: int) -> None:
-    """End this process and all that it started, as SIGKILL would."""
+    """Kill all descendants of this process, then end it with exit code `code`, without cleaning up."""
     kill_children(os.getpid())
     sys.stdout.flush()
     os._exit(code)
 
 
 def pass_to_busy_children(number: int) -> None:
-    """Send the signal to each child process that has children of its own: another launcher's workers in which a job runs."""
+    """Send a signal to each child process that has children itself: workers of another launcher that run a job."""
     for child in psutil.Process().children():
         with suppress(psutil.Error):
             if child.children():
@@ -100,7 +103,10 @@ def pass_to_busy_children(number: int) -> None:
 
 
 def kill_children(pid: int) -> None:
-    """SIGKILL for every descendant, but multiprocessing's tracker, which cleans up once its parent is gone and then ends."""
+    """Kill (SIGKILL) every descendant of process `pid` except multiprocessing's resource tracker.
+
+    The tracker cleans up when its parent has ended, and then ends itself.
+    """
     with suppress(psutil.Error):
         for child in psutil.Process(pid).children(recursive=True):
             with suppress(psutil.Error):

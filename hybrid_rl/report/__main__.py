@@ -1,18 +1,19 @@
-"""`python -m hybrid_rl.report <run folder>`: build report.html and samples.md anew from what the folder holds."""
+"""`python -m hybrid_rl.report <run folder>`: build report.html and samples.md again from the files of the folder."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from hybrid_rl.report import write_report
+from hybrid_rl.report.page import write_report
 
 
 def main() -> None:
+    """Build the report and print its path."""
     parser = argparse.ArgumentParser(
-        prog="python -m hybrid_rl.report", description="Build a run's report.html and samples.md."
+        prog="python -m hybrid_rl.report", description="Build report.html and samples.md of a run."
     )
-    parser.add_argument("run_dir", type=Path, help="a run's folder; the run may still be going on")
+    parser.add_argument("run_dir", type=Path, help="the folder of a run, finished or not")
     arguments = parser.parse_args()
     try:
         print(write_report(arguments.run_dir))

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: progress where one waits, one line a step, nothing that clutters a log file."""
+"""Print the progress of a run: a progress bar in a terminal, one line a step, nothing that clutters a log file."""
 
 from __future__ import annotations
 
@@ -13,45 +13,48 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 Advance = Callable[..., None]
 
 
-# control characters but tab and line feed, bidirectional marks, line separators, halves of surrogate pairs
+# control characters except tab and line feed, bidirectional marks, line separators, lone surrogates
 STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def visible(text: str) -> str:
-    r"""Return the text with escapes, like \x1b and \u202e, for each character that steers a terminal or a line's direction; lines and tabs stay."""
+    r"""Return the text with an escape, like \x1b, for each character that controls a terminal or the text direction.
+
+    Line feeds and tabs stay.
+    """
     return STEERS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 class Console:
-    """Plain lines on standard output; a progress bar only in a terminal, where it leaves nothing behind. A quiet one says nothing."""
+    """A writer of plain lines to standard output, with a progress bar in a terminal; `quiet` prints nothing."""
 
     def __init__(self, quiet: bool = False) -> None:
         self._rich = RichConsole(highlight=False, soft_wrap=True, quiet=quiet, emoji=False)
         self._said: set[str] = set()
 
     def say(self, text: str = "") -> None:
-        """Print a line or several. What a model or a reward wrote may be among it, so nothing in it steers the terminal."""
+        """Print lines. Control characters are escaped, since the text may contain what a model or a reward wrote."""
         self._rich.print(visible(text), markup=False)
 
     def say_once(self, key: str, text: str) -> None:
-        """The first text of each key."""
+        """Print the text unless one with this key was printed before."""
         if key not in self._said:
             self._said.add(key)
             self.say(text)
 
     def reward_faults(self, examples: dict[str, str]) -> None:
-        """The first example of each kind of fault that a reward had, once a run."""
+        """Print the first example of each kind of reward fault, once a run."""
         for kind, example in examples.items():
-            self.say_once(
-                f"reward {kind}", f"reward failed ({kind}), {example}; the next ones of this kind are only counted"
-            )
+            line = f"reward failed ({kind}), {example}; the next ones of this kind are only counted"
+            self.say_once(f"reward {kind}", line)
 
     def heading(self, text: str) -> None:
+        """Print a bold line after an empty one."""
         self._rich.print(visible(f"\n{text}"), style="bold", markup=False)
 
     @contextmanager
     def progress(self, what: str, total: int) -> Iterator[Advance]:
-        """Yield advance(count=1, note="", more=0): call it as work is done; `more` is work that comes on top of `total`."""
+        """Yield advance(count=1, note="", more=0), to be called as work is done; `more` is added to `total`."""
         if self._rich.quiet or not self._rich.is_terminal:
             yield lambda count=1, note="", more=0: None
             return
@@ -68,26 +71,29 @@ class Console:
 
             def advance(count: int = 1, note: str = "", more: int = 0) -> None:
                 done, whole = bar.tasks[task].completed + count, (bar.tasks[task].total or 0) + more
-                bar.update(
-                    task, completed=min(done, whole), total=whole, note=visible(note)
-                )  # a rank counts for others, and may be ahead
+                # a rank also counts the work of others, and may count more than there is
+                bar.update(task, completed=min(done, whole), total=whole, note=visible(note))
 
             yield advance
 
 
 def step_line(m: dict[str, Any], steps: int) -> str:
-    """One RL step in one line: only what was measured, and of counters that should be zero only those that are not."""
+    """Return one line about an RL step: what was measured, and the counters of problems that are not zero."""
     seconds, nothing = m["seconds"], m.get("nothing_trained")
     updates = (
-        ("entropy", "entropy", ".3f"), ("mismatch", "mismatch_kl", ".0e"), ("reference", "reference_kl", ".0e"), ("clip", "clip_fraction", ".1%"),
+        ("entropy", "entropy", ".3f"),
+        ("mismatch", "mismatch_kl", ".0e"),
+        ("reference", "reference_kl", ".0e"),
+        ("clip", "clip_fraction", ".1%"),
         ("grad", "grad_norm", ".2f"),
-    )  # fmt: skip
+    )
     measured = "".join(f"{name} {m[key]:{form}}  " for name, key, form in updates if m.get(key) is not None)
     phases = " ".join(f"{name} {value:.2f}" for name, value in seconds.items() if value >= 0.005)
     line = (
-        f"step {m['step']:>{len(str(steps))}}/{steps}  reward {m['reward']:.3f}±{m['reward_std']:.2f}  len {m['length']:.1f}  "
-        f"trunc {m['truncated']:.1%}  {measured}"
-        f"{m['tokens_per_second'] / 1000:.1f}k tok/s  {m['memory_gib']:.2f} GiB  {sum(seconds.values()):.2f} s ({phases})"
+        f"step {m['step']:>{len(str(steps))}}/{steps}  reward {m['reward']:.3f}±{m['reward_std']:.2f}  "
+        f"len {m['length']:.1f}  trunc {m['truncated']:.1%}  {measured}"
+        f"{m['tokens_per_second'] / 1000:.1f}k tok/s  {m['memory_gib']:.2f} GiB  "
+        f"{sum(seconds.values()):.2f} s ({phases})"
     )
     notes = [f"nothing was trained: {NOTHING[nothing][0]}"] if nothing else []
     notes += [
@@ -98,31 +104,32 @@ def step_line(m: dict[str, Any], steps: int) -> str:
     return line + ("  ! " + ", ".join(notes) if notes else "")
 
 
-# why an RL step had no update, by the value of its metric nothing_trained; and what to do if that lasts
+# value of the metric nothing_trained → why an RL step had no update, and what to do if that lasts
 NOTHING = {
     "silent": (
         "every group was dropped (equal rewards, or failed ones)",
-        "read rollouts/step_*.parquet; if no answer is ever paid, check the reward, or begin with SFT, easier tasks or another model.path; "
-        "if every answer is paid, the task is solved",
+        "read rollouts/step_*.parquet; if no completion gets a reward, check the reward, or begin with SFT, easier "
+        "tasks or another model.path; if every completion gets it, the task is solved",
     ),
     "truncated": (
-        "every rollout reached rollout.max_tokens, and algo.mask_truncated leaves those out",
+        "every rollout reached rollout.max_tokens, and algo.mask_truncated=true leaves those out",
         "raise rollout.max_tokens, or set algo.mask_truncated=false",
     ),
     "corrected": (
         "algo.correction drops every token",
-        "engine and trainer compute different probabilities; check with handover.verify=true, or widen the bounds of algo.correction",
+        "engine and trainer compute different probabilities; check with handover.verify=true, or widen the bounds of "
+        "algo.correction",
     ),
     "zero_gradient": (
         "every gradient is 0",
         "algo.advantage sees no difference between rollouts; check the reward, and algo.silent_by",
     ),
-    "not_finite": ("every update was skipped", "replay the batches in bad/"),
-}  # fmt: skip
+    "not_finite": ("every update was skipped (non-finite numbers)", "replay the batches in bad/"),
+}
 
 
 def _kinds(m: dict[str, Any]) -> str:
-    """Faults by kind and, where tasks name their sources, by these."""
+    """Return the numbers of faults by kind and, if tasks name sources, by source."""
     sources = m.get("source_faults", {})
     counts = {"": m.get("reward_faults", {}), "from ": {} if list(sources) == ["unnamed"] else sources}
     lists = [word + ", ".join(f"{name} {count}" for name, count in c.items()) for word, c in counts.items() if c]
@@ -133,21 +140,25 @@ COUNTERS = {
     "silent_groups": "silent groups replaced",
     "missing_groups": "groups missing",
     "reward_errors": "rewards failed",
-    "skipped": "update skipped (a number is not finite)",
+    "skipped": "update skipped (non-finite number)",
     "engine_restarts": "× engine restarted",
 }
 
 
 def sft_line(m: dict[str, Any], steps: int) -> str:
+    """Return one line about an SFT step."""
     skipped = f"  ! {m['skipped']:.0f} {COUNTERS['skipped']}" if m["skipped"] else ""
     return (
-        f"SFT {m['step']:>{len(str(steps))}}/{steps}  loss {m['loss']:.3f}  grad {m['grad_norm']:.2f}  lr {m['lr']:.1e}  "
-        f"{m['tokens_per_second'] / 1000:.1f}k tok/s{skipped}"
+        f"SFT {m['step']:>{len(str(steps))}}/{steps}  loss {m['loss']:.3f}  grad {m['grad_norm']:.2f}  "
+        f"lr {m['lr']:.1e}  {m['tokens_per_second'] / 1000:.1f}k tok/s{skipped}"
     )
 
 
 def eval_line(m: dict[str, Any]) -> str:
-    """One evaluation in one line; of several samples a task the reward is their mean, and pass@1 and the largest pass@k say the rest."""
+    """Return one line about an evaluation.
+
+    With several samples a task, the reward is their mean, and pass@1 and the largest pass@k are added.
+    """
     failed = f"  ! {m['reward_errors']} rewards failed{_kinds(m)}" if m["reward_errors"] else ""
     pass_at = m.get("pass_at", {})
     shown = " ".join(f"pass@{k} {pass_at[k]:.2f}" for k in dict.fromkeys([*list(pass_at)[:1], *list(pass_at)[-1:]]))

@@ -1,4 +1,4 @@
-"""Phases of a step: how long each took, and the memory in use before and after it."""
+"""Measure the phases of a step: seconds, and the memory in use before and after."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hybrid_rl.processes import hangs
 
 
 def used_gib(device: torch.device) -> float:
-    """Memory in use: the device's allocations on a GPU, this process's resident set on the CPU."""
+    """Return the GiB in use: torch's allocations on a GPU, the resident set of this process on the CPU."""
     used = torch.cuda.memory_allocated(device) if device.type == "cuda" else psutil.Process().memory_info().rss
     return used / 2**30
 
 
 class Phases:
-    """`with phases("update"):` records `seconds["update"]` and `memory["update"]`, the GiB in use before and after."""
+    """A timer: `with phases("update"):` adds to seconds["update"] and sets memory["update"], GiB before and after."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -44,9 +44,10 @@ class Phases:
 
     @property
     def total(self) -> float:
+        """Return the seconds of all phases together."""
         return sum(self.seconds.values())
 
     @property
     def peak_gib(self) -> float:
-        """The most that was held: within phases on a GPU, at their ends on the CPU."""
+        """Return the peak memory in GiB: within phases on a GPU, at their beginnings and ends on the CPU."""
         return max(self._peak, *(gib for pair in self.memory.values() for gib in pair))

@@ -1,4 +1,4 @@
-"""What the model wrote, chosen by rules that are said in the report, and as markdown for reading in an editor."""
+"""Choose samples of what the model wrote, by rules that the report states, and write them as Markdown."""
 
 from __future__ import annotations
 
@@ -9,20 +9,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybrid_rl.report.charts import EVALUATIONS, number, shown
+from hybrid_rl.report.charts import EVALUATIONS
 from hybrid_rl.report.console import visible
+from hybrid_rl.report.numbers import number, shown
 
 EVALUATED = 6  # tasks shown before and after
 HEAD, TAIL = 3000, 1500  # characters kept of a long text; the end holds the answer
-COLUMNS = ("task_id", "source", "group_id", "index", "prompt", "completion", "answer", "finish_reason", "reward", "reward_parts",
-           "advantage", "trained", "error")  # fmt: skip
+COLUMNS = (
+    *("task_id", "source", "group_id", "index", "prompt", "completion", "answer", "finish_reason"),
+    *("reward", "reward_parts", "advantage", "trained", "error"),
+)
 
 
 @dataclass(frozen=True)
 class Sample:
+    """One completion with its facts."""
+
     label: str
     completion: str
-    facts: tuple[tuple[str, str], ...]  # (name, value): reward, how it ended, …
+    facts: tuple[tuple[str, str], ...]  # (name, value): reward, finish reason, …
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,10 @@ class Case:
 
 
 def evaluation_cases(rollouts: Path) -> list[Case]:
-    """The same tasks under each evaluation there is, taken evenly over the set and not by result; the first sample of each task."""
+    """Return the same tasks under each evaluation that exists, spread evenly over the set and not chosen by result.
+
+    Each shows the first sample of the task.
+    """
     columns: dict[str, dict[str, dict[str, Any]]] = {}
     for name, (label, *_) in EVALUATIONS.items():
         rows = _read(rollouts / f"eval_{name}.parquet")
@@ -52,7 +60,7 @@ def evaluation_cases(rollouts: Path) -> list[Case]:
 
 
 def step_cases(rollouts: Path) -> list[tuple[int, list[Case]]]:
-    """The first, the middle and the newest RL step whose rollouts can be read, each with its cases; fewer if there are fewer."""
+    """Return (step, cases) of the first, the middle and the newest RL step whose rollouts can be read."""
     paths = sorted(rollouts.glob("step_*.parquet"), key=_step)
     found: dict[Path, list[Case]] = {}
     for order in (paths[::-1], paths, paths[len(paths) // 2 :]):
@@ -64,7 +72,7 @@ def step_cases(rollouts: Path) -> list[tuple[int, list[Case]]]:
 
 
 def _cases_of_step(path: Path) -> list[Case]:
-    """A step's best, median, worst and, if any, first failed rollout."""
+    """Return a step's best, median and worst rollout, and the first that failed, if any."""
     rows = _read(path)
     scored = sorted(
         (row for row in rows if row["reward"] is not None),
@@ -79,7 +87,7 @@ def _cases_of_step(path: Path) -> list[Case]:
 
 
 def markdown(title: str, evaluations: Sequence[Case], steps: Sequence[tuple[int, list[Case]]]) -> str:
-    """The cases as markdown; texts of the run stay inside fences and code spans that they cannot close."""
+    """Return the cases as Markdown; texts of the run stay inside fences and code spans that they cannot close."""
     lines = [f"# Samples of {_span(title)}"]
     lines += [
         "## Evaluation",
@@ -122,7 +130,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
     try:
         return read_rollouts(path, COLUMNS)
-    except (OSError, pa.ArrowException):  # not there, or not whole
+    except (OSError, pa.ArrowException):  # missing or incomplete
         return []
 
 

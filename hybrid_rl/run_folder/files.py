@@ -1,4 +1,4 @@
-"""Files that are whole or not there: written beside their place, on the disk, then renamed into it; and read without trust."""
+"""Write files atomically (temporary file, sync, rename), lock run folders, and read untrusted JSON and YAML."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import IO, Any
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
-    """Open a binary file that appears at `path` whole or not at all, also where the process or machine dies meanwhile."""
+    """Open a binary file that appears at `path` complete or not at all, even if the process or the machine dies."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -30,14 +30,14 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 def check_writable(folder: Path) -> None:
-    """Make the folder where it is not there, and write a file in it. Raises OSError where that cannot be."""
+    """Create the folder if it is missing, and write a file in it. Raises OSError if that fails."""
     with atomic_file(folder / ".writable") as file:
         file.write(b"0")
-    (folder / ".writable").unlink(missing_ok=True)  # another rank or run may have been here too
+    (folder / ".writable").unlink(missing_ok=True)  # another rank or run may have removed it
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder. Of a link only the link goes: what it leads to may lie on another disk, and is not the run's to delete."""
+    """Remove a file or a folder. Of a link only the link is removed: its target may not belong to the run."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -45,14 +45,14 @@ def remove(path: Path) -> None:
 
 
 def remove_unfinished(run: Path) -> None:
-    """Remove what killed processes left under a run's folder: names that begin with a dot and end with .tmp."""
+    """Remove temporary files (.*.tmp) that killed processes left in a run's folder."""
     for folder in (run, run / "rollouts", run / "checkpoints", run / "checkpoints" / "reference"):
         for left in folder.glob(".*.tmp"):
             remove(left)
 
 
 def sync_tree(folder: Path) -> None:
-    """All files under the folder are on the disk when this returns."""
+    """Sync all files under the folder to disk."""
     for file in folder.rglob("*"):
         if file.is_file():
             with file.open("rb") as opened:
@@ -60,14 +60,15 @@ def sync_tree(folder: Path) -> None:
 
 
 class FolderInUse(RuntimeError):
-    """Another process writes to the folder."""
+    """Another process writes to the folder, or the folder cannot be locked."""
 
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Hold the folder for this process: two runs in one would destroy each other's files. A killed process lets go by itself.
+    """Lock the folder for this process inside the context; the lock of a killed process is released by the kernel.
 
-    Raises FolderInUse when another process holds it, and OSError when the folder cannot be made or written to.
+    Two runs in one folder would overwrite each other's files. Raises FolderInUse if another process holds the lock, and
+    OSError if the folder cannot be created or written to.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / ".lock"
@@ -75,12 +76,15 @@ def alone_in(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)  # while the lock is held: whoever opened this file finds out in _locked
+        path.unlink(missing_ok=True)  # removed while locked; _locked notices if it opened the removed file
         os.close(descriptor)
 
 
 def _locked(path: Path) -> int:
-    """Return the descriptor of the lock file at `path`, locked. A file that its last holder has removed by now locks nothing: try again."""
+    """Return the descriptor of the lock file at `path`, locked.
+
+    If the last holder removed the file between opening and locking, the lock protects nothing: try again.
+    """
     while True:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
@@ -105,15 +109,18 @@ def _locked(path: Path) -> int:
 
 
 class Unreadable(ValueError):
-    """A file that holds something else than was written to it."""
+    """A file is missing, or damaged."""
 
 
-LARGEST = 2**26  # bytes of a JSON or YAML file: they hold settings and counters
-DEEPEST = 100  # lists and mappings within each other
+LARGEST = 2**26  # bytes of a JSON or YAML file; they hold settings and counters
+DEEPEST = 100  # levels of nested lists and mappings
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text. Raises ValueError for whatever `json_text` does not write: NaN, integers beyond 64 bits, deep nesting."""
+    """Return the value of a JSON text.
+
+    Raises ValueError for what `json_text` never writes: NaN, infinity, integers beyond 64 bits, deep nesting.
+    """
     try:
         return _shallow(json.loads(text, parse_int=_integer, parse_float=_finite, parse_constant=_finite))
     except RecursionError:
@@ -121,17 +128,20 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the mapping in a JSON file. Raises Unreadable, also when there is no such file."""
+    """Return the mapping in a JSON file. Raises Unreadable, also if there is no such file."""
     return _read_mapping(path, parse_json)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file of plain values. Raises Unreadable, also when there is no such file."""
+    """Return the mapping in a YAML file of plain values. Raises Unreadable, also if there is no such file."""
     return _read_mapping(path, parse_yaml)
 
 
 def parse_yaml(text: str | bytes) -> Any:
-    """Return the value of a YAML text. Raises ValueError for one that is damaged, nested too deeply, or uses anchors, which multiply."""
+    """Return the value of a YAML text.
+
+    Raises ValueError if it is damaged, deeply nested, or uses anchors (a few of which can expand to gigabytes).
+    """
     import yaml
 
     class Plain(yaml.SafeLoader):
@@ -170,7 +180,7 @@ def _integer(text: str) -> int:
 
 def _finite(text: str) -> float:
     if not math.isfinite(value := float(text)):
-        raise ValueError(f"{text[:20]} is no finite number")
+        raise ValueError(f"it holds the non-finite number {text[:20]}")
     return value
 
 
@@ -184,20 +194,23 @@ def _shallow(value: Any, left: int = DEEPEST) -> Any:
 
 
 def write_text(path: Path, text: str) -> None:
+    """Write the text as UTF-8, atomically."""
     with atomic_file(path) as file:
         file.write(text.encode())
 
 
 def write_json(path: Path, value: Any) -> None:
+    """Write the value as JSON, atomically; non-finite numbers become null."""
     write_text(path, json_text(value))
 
 
 def json_text(value: Any) -> str:
+    """Return the value as indented JSON; non-finite numbers become null."""
     return json.dumps(plain(value), indent=2, ensure_ascii=False) + "\n"
 
 
 def plain(value: Any) -> Any:
-    """For JSON, which has no NaN or infinity: they become null."""
+    """Return the value with tuples as lists and non-finite numbers as None, which JSON can hold."""
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object a line, appended at once; a resumed run goes on exactly where its checkpoint stood."""
+"""Write metrics.jsonl: one JSON object a line; a resumed run continues after the last line of its checkpoint."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from hybrid_rl.run_folder.files import atomic_file, plain
 
 
 class Metrics:
-    """The run's metrics file. Lines are flushed as written; `lines` counts them, for the checkpoint."""
+    """The metrics file of a run. Each line is flushed at once; `lines` counts them, for the checkpoint."""
 
     def __init__(self, path: Path | None, keep_lines: int = 0):
-        """Open for appending after the first `keep_lines` lines; what a killed run wrote past its checkpoint goes.
+        """Open the file for appending after its first `keep_lines` lines; remove later ones (of a killed run).
 
-        None: count the lines and write none, as ranks other than the first do.
+        If `path` is None, as on ranks other than 0, lines are counted and not written. Raises ValueError if the file
+        has fewer lines.
         """
         self.lines, self._file = keep_lines, None
         if path is None:
@@ -28,21 +29,22 @@ class Metrics:
             )
         with atomic_file(path) as file:
             file.write(b"".join(kept))
-        self._file = path.open(
-            "a", encoding="utf-8", errors="backslashreplace"
-        )  # JSON reads half a surrogate pair as it was
+        # the escape of a lone surrogate is valid JSON
+        self._file = path.open("a", encoding="utf-8", errors="backslashreplace")
 
     def write(self, stage: str, **values: Any) -> None:
+        """Append one line; non-finite numbers become null."""
         self.lines += 1
         if self._file:
             self._file.write(json.dumps({"stage": stage, **plain(values)}, ensure_ascii=False) + "\n")
             self._file.flush()
 
     def sync(self) -> None:
-        """What was written is on the disk when this returns."""
+        """Sync what was written to disk."""
         if self._file:
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
+        """Close the file."""
         if self._file:
             self._file.close()

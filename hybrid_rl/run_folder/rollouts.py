@@ -1,4 +1,4 @@
-"""Rollouts on disk: one parquet file a step or evaluation, one row a rollout, every fact as its owner gave it."""
+"""Write and read rollouts: one parquet file per step or evaluation, one row per rollout."""
 
 from __future__ import annotations
 
@@ -31,15 +31,13 @@ SCHEMA = pa.schema(
         pa.field("logprobs", pa.list_(pa.float32()), nullable=False),
         pa.field("versions", pa.list_(pa.struct([("version", pa.int64()), ("count", pa.int64())])), nullable=False),
         pa.field("finish_reason", pa.string()),
-        pa.field("outcome", pa.float64()),  # what the reward function gave
-        pa.field(
-            "reward", pa.float64()
-        ),  # the outcome and what the run added to it; null: it could not be had, see error
+        pa.field("outcome", pa.float64()),  # what the reward function returned
+        pa.field("reward", pa.float64()),  # the outcome and what the run added to it; null: it failed, see error
         pa.field("reward_parts", pa.map_(pa.string(), pa.float64()), nullable=False),
         pa.field("advantage", pa.float64()),  # null: none was computed
-        pa.field("trained", pa.bool_(), nullable=False),  # an update used at least one of its tokens
+        pa.field("trained", pa.bool_(), nullable=False),  # whether an update used at least one of its tokens
         pa.field("error", pa.string()),
-        pa.field("fault", pa.string()),  # the error's kind, as it is counted
+        pa.field("fault", pa.string()),  # the kind of the error, as it is counted
     ]
 )
 
@@ -86,8 +84,8 @@ def write_rollouts(
 ) -> None:
     """Write the groups' rollouts, in order, to `path`, atomically.
 
-    `prompts` has one rendered text a group, `advantages` is keyed (group id, index) and may lack rollouts, `trained` holds
-    the keys of the rollouts that an update used. Raises ValueError if they name rollouts not given.
+    `prompts` has one rendered text per group. `advantages` maps (group id, index) to a number and may lack rollouts;
+    `trained` holds the keys of the rollouts that an update used. Raises ValueError if one of them names other rollouts.
     """
     if len(prompts) != len(groups):
         raise ValueError(f"{len(prompts)} prompts for {len(groups)} groups")
@@ -97,7 +95,7 @@ def write_rollouts(
     trained = frozenset(trained)
     unknown = (advantages.keys() | trained) - {(g.id, r.index) for g, _, r in rows}
     if unknown:
-        raise ValueError(f"advantages or trained name what is not among the groups: {sorted(unknown)[:5]}")
+        raise ValueError(f"advantages or trained name rollouts that are not in the groups: {sorted(unknown)[:5]}")
     columns: dict[str, list[Any]] = {
         "task_id": [_text(g.task.id) for g, _, _ in rows],
         "source": [_text(g.task.source) for g, _, _ in rows],
@@ -127,7 +125,7 @@ def write_rollouts(
 
 
 def remove_old(folder: Path, step: int, keep: int) -> None:
-    """Of the RL steps up to `step` keep the rollouts and evaluations of the newest `keep` and of the first; 0: keep all."""
+    """Remove rollouts and evaluations of RL steps up to `step`, except the newest `keep` and the first; 0: keep all."""
     for path in folder.glob("*step_*.parquet") if keep else ():
         number = path.stem.rpartition("_")[2]
         if number.isdecimal() and 1 < int(number) <= step - keep:
@@ -135,11 +133,12 @@ def remove_old(folder: Path, step: int, keep: int) -> None:
 
 
 def read_rollouts(path: Path, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """One dict a rollout, with the columns asked for (None: all); `versions` as (version, count) pairs, `reward_parts` as a dict.
+    """Return one dict per rollout, with the given columns (None: all).
 
-    Raises FileNotFoundError, or pyarrow.ArrowInvalid where the file is not whole.
+    `versions` are (version, count) pairs, `reward_parts` a dict. Raises FileNotFoundError, or pyarrow.ArrowInvalid if
+    the file is incomplete.
     """
-    # ParquetFile and not read_table: the latter also reads meaning into the folder's name ("key=value").
+    # not read_table: it takes a folder name like "key=value" as a partition column
     with pq.ParquetFile(path) as file:
         rows: list[dict[str, Any]] = file.read(columns=None if columns is None else list(columns)).to_pylist()
     for row in rows:
@@ -151,21 +150,18 @@ def read_rollouts(path: Path, columns: Sequence[str] | None = None) -> list[dict
 
 
 def as_rollout(row: dict[str, Any]) -> Rollout:
-    """The rollout that a whole row, as read_rollouts gives it, was written from; log-probabilities have float32's digits."""
+    """Return the rollout of a complete row of read_rollouts; its log-probabilities are rounded to float32."""
     rollout = Rollout(
         row["task_id"], row["group_id"], row["index"], row["seed"], list(row["token_ids"][: row["prompt_length"]])
     )
     rollout.token_ids, rollout.loss_mask, rollout.logprobs = row["token_ids"], row["loss_mask"], row["logprobs"]
-    rollout.versions, rollout.finish_reason, rollout.completion = (
-        row["versions"],
-        row["finish_reason"],
-        row["completion"],
-    )
+    rollout.versions, rollout.finish_reason = row["versions"], row["finish_reason"]
+    rollout.completion = row["completion"]
     rollout.outcome, rollout.reward, rollout.reward_parts = row["outcome"], row["reward"], row["reward_parts"]
     rollout.error, rollout.fault = row["error"], row["fault"]
     return rollout
 
 
 def _text(text: str) -> str:
-    """Text that UTF-8 can hold: a lone surrogate in a task's data must not cost a step's record."""
+    """Return the text with lone surrogates replaced, which UTF-8 cannot hold."""
     return text.encode("utf-8", "replace").decode("utf-8")

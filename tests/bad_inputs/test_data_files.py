@@ -292,12 +292,12 @@ def test_arguments_of_the_chat_template(files, last_line, capsys):
     ):
         with pytest.raises(ConfigError) as raised:
             load(["+recipe=reverse", override])
-        assert str(raised.value) == f"{override} (command line): is new here; to add it, write +{override}"
+        assert str(raised.value) == f"{override} (command line): there is no such key; to add it, write +{override}"
 
 
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 LOOPS = {
-    "always": (LOOP, "model.path=model: its chat template takes more than 1 s; mend it, or use another model"),
+    "always": (LOOP, "model.path=model: its chat template takes more than 1 s; repair it, or use another model"),
     "for one prompt": (
         "{% if messages[0].role == 'system' %}" + LOOP + "{% else %}{{ messages[0].content }}{% endif %}",
         "task rl/x: the chat template of model takes more than 1 s; mend it in the model's folder, or use another model",

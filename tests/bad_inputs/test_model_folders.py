@@ -78,7 +78,7 @@ def both(*changes):
 
 
 ROOM = ["rollout.max_prompt_tokens=200", "data.max_length=12"]  # few tasks, whose prompts fit
-NO_CODE = "cannot be loaded: it needs Python code that lies in the folder (auto_map), and none is run; use a model that transformers implements itself"
+NO_CODE = "cannot be loaded: it needs Python code from the folder (auto_map), which is never run; use a model that transformers implements itself"
 NOT_JSON = (
     "generation_config.json is not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"
 )
@@ -88,7 +88,7 @@ NO_END = content("chat_template.jinja", b"{% for m in messages %}{{ m.content }}
 # name: what is done to a good folder → what the line contains; {} is the folder
 FOLDERS = {
     "no config": (without("config.json"), "model.path={} (command line): is not a Hugging Face model folder on this disk (one with a config.json); set model.path=/path/to/the/folder"),
-    "no weights": (without("*.safetensors"), "model.path={} (command line): has no *.safetensors file; weights are read in that format only"),
+    "no weights": (without("*.safetensors"), "model.path={} (command line): has no *.safetensors file; convert its weights, which are read in that format only"),
     "broken config": (content("config.json", b'{"model_type": "qwen3",'), "It looks like the config file at '{}/config.json' is not a valid JSON file."),
     "config a list": (content("config.json", b"[]"), "model.path={} cannot be loaded: Unrecognized model in {}. Should have a `model_type` key in its config.json."),
     "config empty": (content("config.json", b"{}"), "model.path={} cannot be loaded: Unrecognized model in {}. Should have a `model_type` key in its config.json."),
@@ -103,9 +103,9 @@ FOLDERS = {
     "a layer fewer in config": (config(num_hidden_layers=1, layer_types=["full_attention"]), "model.path={} has weights that config.json has no place for: model.layers.1.input_layernorm.weight, model.layers.1.mlp.down_proj.weight, model.layers.1.mlp.gate_proj.weight …"),
     "another shape": (weights(lambda w: w.update({"model.norm.weight": torch.zeros(33)})), "model.path={}: model.norm.weight has shape [33], by config.json it must have [32]"),
     "NaN": (weights(lambda w: w["model.norm.weight"].fill_(float("nan"))), "its logits are not finite; a weight is NaN or infinite"),
-    "cut off": (cut(9000), "model.path={} cannot be loaded: a *.safetensors file is damaged or not whole, copy it again ("),
-    "cut off in the header": (cut(5), "model.path={} cannot be loaded: a *.safetensors file is damaged or not whole, copy it again ("),
-    "empty weights": (cut(0), "model.path={} cannot be loaded: a *.safetensors file is damaged or not whole, copy it again ("),
+    "cut off": (cut(9000), "model.path={} cannot be loaded: a *.safetensors file is damaged or incomplete, copy it again ("),
+    "cut off in the header": (cut(5), "model.path={} cannot be loaded: a *.safetensors file is damaged or incomplete, copy it again ("),
+    "empty weights": (cut(0), "model.path={} cannot be loaded: a *.safetensors file is damaged or incomplete, copy it again ("),
     "quantised": (config(quantization_config={"quant_method": "gptq", "bits": 4}), "model.path={} has quantised weights (gptq), which cannot be trained; use the model's unquantised folder"),
     "another kind of layer": (config(layer_types=["full_attention", "linear_attention"]), "model.path={} cannot be loaded: it has layers of linear_attention; only full_attention and sliding_attention are supported"),
     "positions that follow a row": (config(max_position_embeddings=16, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}), "model.path={} moves all positions of a row when its longest sample has more than 16 tokens (rope_type dynamic, max_position_embeddings), and rollout.max_prompt_tokens=200 + "),
@@ -115,7 +115,7 @@ FOLDERS = {
     "broken tokenizer": (content("tokenizer.json", b"{"), "model.path={}: its tokenizer cannot be loaded: "),
     "a tokenizer of another kind": (content("tokenizer.json", b"{}"), "model.path={}: its tokenizer cannot be loaded: KeyError: 'added_tokens'"),
     "broken tokenizer config": (content("tokenizer_config.json", b"{"), "model.path={}: its tokenizer cannot be loaded: "),
-    "more base tokens than the model": (both(config(vocab_size=100), weights(lambda w: w.update({"model.embed_tokens.weight": w["model.embed_tokens.weight"][:100].clone()}))), "model.path={}: the tokenizer has 256 tokens and the model 100; they do not belong together"),
+    "more base tokens than the model": (both(config(vocab_size=100), weights(lambda w: w.update({"model.embed_tokens.weight": w["model.embed_tokens.weight"][:100].clone()}))), "model.path={}: the tokenizer has 256 tokens and the model 100; use the tokenizer that belongs to the model"),
     "marks that the model does not know": (both(config(vocab_size=258), weights(lambda w: w.update({"model.embed_tokens.weight": w["model.embed_tokens.weight"][:258].clone()}))), "the tokenizer gives token 262, the model knows 258; they do not belong together"),
     "no chat template": (without("chat_template.jinja"), "model.path={}: the tokenizer has no chat template; add chat_template.jinja to the folder"),
     "empty chat template": (content("chat_template.jinja", b""), "its prompt has no tokens; the tokenizer's chat template makes nothing of its messages"),
@@ -212,7 +212,9 @@ def test_a_models_own_code_is_not_needed_where_transformers_has_the_model(folder
 def test_a_tokenizer_with_more_base_tokens_than_the_model(folder):
     config(vocab_size=100)(folder)
     weights(lambda w: w.update({"model.embed_tokens.weight": w["model.embed_tokens.weight"][:100].clone()}))(folder)
-    with pytest.raises(ModelError, match="the tokenizer has 256 tokens and the model 100; they do not belong together"):
+    with pytest.raises(
+        ModelError, match="the tokenizer has 256 tokens and the model 100; use the tokenizer that belongs to the model"
+    ):
         Policy.load(folder, torch.device("cpu"))
 
 

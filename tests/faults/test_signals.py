@@ -10,7 +10,7 @@ from tests.faults.moments import Moment
 from tests.faults.runs import Run, assert_same, finished, folder_of, left_of, run
 
 TERM, INT = signal.SIGTERM, signal.SIGINT
-HEARD = "the step ends and is saved, which may take up to 600 s; a second one ends at once"
+HEARD = "the run stops after this step and saves it, within 600 s; a second signal ends it at once"
 GOES_ON = "goes on from there"
 MOMENTS = [  # in which phase, the signal, where it then stands
     (Moment("load", 0, 0.01, TERM), "nothing was trained yet, and there is nothing to go on from"),

@@ -265,7 +265,7 @@ def test_an_sft_run_keeps_its_batch_and_ends(tmp_path, capsys, folder_of):
 
 def test_replay_says_what_is_missing(tmp_path, capsys, policy):
     assert replay.main([str(tmp_path)]) == 2
-    assert "holds no batch that was kept" in capsys.readouterr().err
+    assert "holds no kept batch" in capsys.readouterr().err
     make_learner(session(policy, tmp_path, **CASES["loss"][0]), 0).learn(batch(), 1)
     (tmp_path / "bad" / "step_000001" / "weights_000001" / "COMPLETE").unlink()
     assert replay.main([str(tmp_path), "--loss", f"{BROKEN}.loss"]) == 2

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from hybrid_rl import stages
 from hybrid_rl.policy.model import Policy
 from hybrid_rl.preflight import budget
-from hybrid_rl.preflight.budget import RoomError, check_room, disk_bytes, measure, memory_by_phase, rollout_bytes
+from hybrid_rl.preflight.budget import BudgetError, check_budget, disk_bytes, measure, memory_by_phase, rollout_bytes
 from hybrid_rl.preflight.settings import load
 from hybrid_rl.processes.ranks import Ranks
 from hybrid_rl.run_folder.rollouts import write_rollouts
@@ -82,7 +82,7 @@ def test_too_little_disk(tmp_path: Path, capsys: pytest.CaptureFixture):
     line = capsys.readouterr().out.splitlines()[-1]
     free = r"and [\d.]+ GiB are free in " + re.escape(str(tmp_path))
     assert re.match(
-        rf"hybrid_rl: checkpoints and the exported model take \d+\.\d GiB, {free}; make room, choose another disk with output_dir,",
+        rf"hybrid_rl: checkpoints and the exported model take \d+\.\d GiB, {free}; free disk space, choose another disk with output_dir,",
         line,
     )
     assert not (tmp_path / "metrics.jsonl").exists()
@@ -93,12 +93,12 @@ def test_what_lies_there_already_is_not_missing(tmp_path: Path, tiny_folder: Pat
     config = configured(f"model.path={tiny_folder}", "rl.steps=9", "rl.checkpoint_every=1")
     sizes, free = measure(config, tiny_folder), shutil.disk_usage(tmp_path).free
     config.rl.steps = config.rl.keep_checkpoints = int(1.5 * free / (12 * sizes.trainable))
-    with pytest.raises(RoomError, match="make room"):
-        check_room(config, sizes, CPU, Ranks(), tmp_path / "run")
+    with pytest.raises(BudgetError, match="free disk space"):
+        check_budget(config, sizes, CPU, Ranks(), tmp_path / "run")
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     with (tmp_path / "run" / "checkpoints" / "sparse").open("wb") as file:
         file.truncate(free)
-    check_room(config, sizes, CPU, Ranks(), tmp_path / "run")
+    check_budget(config, sizes, CPU, Ranks(), tmp_path / "run")
 
 
 def test_too_little_memory(
@@ -114,7 +114,7 @@ def test_too_little_memory(
     assert stages.run(configured(f"model.path={tmp_path / 'model'}"), tmp_path / "run") == 1
     line = capsys.readouterr().out.splitlines()[-1]
     assert re.match(
-        r"hybrid_rl: training takes at least \d+\.\d GiB a rank \(parameters \d+\.\d, gradients \d+\.\d, Adam moments \d+\.\d\), and \d+\.\d GiB are free; a ",
+        r"hybrid_rl: training takes at least \d+\.\d GiB a rank \(parameters \d+\.\d, gradients \d+\.\d, Adam moments \d+\.\d\), and \d+\.\d GiB are free; use a ",
         line,
     )
 
@@ -135,22 +135,22 @@ def of_one_gib(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_two_ranks_of_a_machine_share_its_memory(of_one_gib, tmp_path: Path):
     config, sizes = of_one_gib
-    check_room(config, sizes, CPU, Ranks(), tmp_path)
+    check_budget(config, sizes, CPU, Ranks(), tmp_path)
     config.policy.shard = 1
     with pytest.raises(
-        RoomError,
-        match=r"training takes at least 0\.9 GiB a rank .* 0\.5 GiB are free; a smaller model, more ranks, policy.lora.rank=16 \(",
+        BudgetError,
+        match=r"training takes at least 0\.9 GiB a rank .* 0\.5 GiB are free; use a smaller model, more ranks, policy.lora.rank=16 \(",
     ):
-        check_room(config, sizes, CPU, Ranks(0, 2, 0, 2), tmp_path)
+        check_budget(config, sizes, CPU, Ranks(0, 2, 0, 2), tmp_path)
 
 
 def test_evaluations_alone_need_no_gradients(of_one_gib, tmp_path: Path):
     config, sizes = of_one_gib
     sizes = dataclasses.replace(sizes, parameters=2 * sizes.parameters, trainable=2 * sizes.parameters)
-    with pytest.raises(RoomError, match="training takes at least"):
-        check_room(config, sizes, CPU, Ranks(), tmp_path)
+    with pytest.raises(BudgetError, match="training takes at least"):
+        check_budget(config, sizes, CPU, Ranks(), tmp_path)
     config.rl.steps = 0
-    check_room(config, sizes, CPU, Ranks(), tmp_path)
+    check_budget(config, sizes, CPU, Ranks(), tmp_path)
 
 
 def test_on_a_gpu_one_scorer_is_there_at_a_time_and_before_gradients(of_one_gib):

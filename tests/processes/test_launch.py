@@ -309,7 +309,7 @@ def test_no_rank_outlives_its_launcher(start, tmp_path, command):
     assert_gone(processes)
 
 
-HEARD = "hybrid_rl: {}: the step ends and is saved, which may take up to {} s; a second one ends at once\n"
+HEARD = "hybrid_rl: {}: the run stops after this step and saves it, within {} s; a second signal ends it at once\n"
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_rl.report import read_run, write_report
+from hybrid_rl.report import write_report
 from hybrid_rl.report.charts import _one_a_step
+from hybrid_rl.report.read import read_run
 from hybrid_rl.report.samples import evaluation_cases, step_cases
 from hybrid_rl.run_folder.rollouts import write_rollouts
 from hybrid_rl.types import Group, Rollout, Task
@@ -239,7 +240,7 @@ def test_an_empty_folder(tmp_path: Path) -> None:
 
 
 def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(NotADirectoryError, match="is not a run's folder"):
+    with pytest.raises(NotADirectoryError, match="is not the folder of a run"):
         write_report(tmp_path / "nowhere")
 
 
@@ -289,7 +290,7 @@ def test_values_that_are_no_numbers_leave_gaps_and_are_counted(tmp_path: Path) -
         file.write("[1]\nnull\n{\n\n" + json.dumps(rl(5)) + "\n")
     page = Page(write_report(tmp_path).read_text("utf-8"))
     for expected in (
-        "optimizer steps skipped", "groups missing after the last replacement", "rewards that failed in evaluations", "a metric that is not finite",
+        "optimizer steps skipped", "groups missing after the last replacement", "rewards that failed in evaluations", "a non-finite metric",
         "3 unreadable lines", "Gradient norm",
     ):  # fmt: skip
         assert expected in page.text, expected

@@ -13,8 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybrid_rl.report.alarms import CALM, FIRST, Alarms
 from hybrid_rl.report.phases import Phases
-from hybrid_rl.report.step_metrics import CALM, FIRST, Alarms, pass_at_k, phase_metrics, repetition, rollout_metrics
+from hybrid_rl.report.step_metrics import pass_at_k, phase_metrics, repetition, rollout_metrics
 from hybrid_rl.rollout.collector import Batch
 from hybrid_rl.types import Group, Rollout, Task
 

@@ -32,7 +32,7 @@ from hybrid_rl.engine.base import (
 )
 from hybrid_rl.engine.sglang.interface import SEEDS, sampling_parameters, server_arguments, unusable
 from hybrid_rl.engine.sglang.process import HostProcess
-from hybrid_rl.engine.sglang.weights import Checkpoint, payload
+from hybrid_rl.engine.sglang.weights import ModelShapes, payload
 from hybrid_rl.processes import hangs
 from hybrid_rl.processes.ranks import Ranks
 
@@ -76,7 +76,7 @@ class SGLangEngine:
         self.stats = EngineStats()
         self._device, self._ends = torch.device(device), sorted(end_ids)
         self._limits = (start_timeout, timeout)
-        self._checkpoint = Checkpoint.read(Path(folder))
+        self._checkpoint = ModelShapes.read(Path(folder))
         defaults = server_arguments(
             str(folder), self._ends, slots=slots, tokens=(slots + 1) * capacity + 64, dtype=dtype, device=self._device,
             ranks=self.team.world, memory_fraction=memory_fraction, deterministic=deterministic,

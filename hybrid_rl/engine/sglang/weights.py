@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.multiprocessing import get_sharing_strategy, set_sharing_strategy
 from transformers import AutoConfig
 
 from hybrid_rl.engine.base import EngineError
@@ -33,7 +35,7 @@ EXPERTS = (
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class ModelShapes:
     """What a model's folder says about its weights: shapes by name, and the numbers that decide how SGLang cuts them."""
 
     shapes: dict[str, tuple[int, ...]]
@@ -45,7 +47,7 @@ class Checkpoint:
     head_dim: int
 
     @classmethod
-    def read(cls, folder: Path) -> Checkpoint:
+    def read(cls, folder: Path) -> ModelShapes:
         """Raises EngineError for a folder without weights in safetensors files, or of a model whose weights could not be compared."""
         shapes: dict[str, tuple[int, ...]] = {}
         for file in sorted(folder.glob("*.safetensors")):
@@ -161,8 +163,21 @@ def _same(pieces: Sequence[Tensor], copies: int, name: str) -> None:
 
 
 def payload(named: Sequence[tuple[str, Tensor]], device: torch.device, dtype: torch.dtype) -> bytes:
-    """One flat tensor in memory that SGLang's processes can map, and what lies where in it."""
+    """Pickle one flat tensor in memory that SGLang's processes can map, and what lies where in it."""
     held = [(name, tensor.detach().to(device, dtype if tensor.is_floating_point() else None)) for name, tensor in named]
     buffer = io.BytesIO()
-    ForkingPickler(buffer).dump(flat_bucket(held))
+    with _mapped_by_name():
+        ForkingPickler(buffer).dump(flat_bucket(held))
     return buffer.getvalue()
+
+
+@contextmanager
+def _mapped_by_name() -> Iterator[None]:
+    """Share host memory under a name instead of a file descriptor. A thread of this process would have to serve the
+    descriptor, and would write a traceback if SGLang's process died while it asked for it. GPU memory has handles."""
+    before = get_sharing_strategy()
+    set_sharing_strategy("file_system")
+    try:
+        yield
+    finally:
+        set_sharing_strategy(before)

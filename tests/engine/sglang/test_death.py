@@ -173,7 +173,9 @@ def lines_until(run: subprocess.Popen, what: str) -> list[str]:
 
 def test_a_recipe_trains_on_after_its_scheduler_was_killed(tmp_path: Path) -> None:
     """Every handover is verified, and what the engines sampled has the trainer's probabilities."""
-    run = sampling_run(tmp_path, "engine.restarts=1", "handover.verify=true")
+    # a reward that differs within each group, so that every step has an update
+    hashed = "reward._target_=tests.rewards.hash_of_answer"
+    run = sampling_run(tmp_path, "engine.restarts=1", "handover.verify=true", hashed)
     before = lines_until(run, "step 1/3")
     host = host_of(run.pid)
     assert "engine sglang" in "".join(before)
