@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from datetime import datetime
@@ -128,7 +129,7 @@ def _job(config: Config, folder: Path, arguments: list[str]) -> int:
     if here.world == 1 and not config.dry_run:
         hangs.alone(config.rank_timeout, folder / "stacks", lambda: end_now(1))
     with listening(config.stop_timeout, speaks=here.main), here.failing():
-        return run(config, folder, here)
+        return run(config, folder, here, shlex.join(["python", *arguments[:-1]]))
 
 
 # ---- sweeps -----------------------------------------------------------------------------------------------------------

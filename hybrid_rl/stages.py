@@ -48,7 +48,9 @@ from hybrid_rl.run_folder.files import (
     sync_tree,
     write_json,
 )
+from hybrid_rl.run_folder.origin import read_origin, write_origin
 from hybrid_rl.run_folder.resume import resume_point
+from hybrid_rl.run_folder.trackers import open_tracker
 from hybrid_rl.session import Session
 from hybrid_rl.sft import train_sft
 
@@ -70,15 +72,18 @@ EXPECTED = (
 DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 
 
-def run(config: Config, folder: Path, ranks: Ranks | None = None) -> int:
-    """Train as configured, in `folder`; returns the process's exit code. Every rank calls this."""
+def run(config: Config, folder: Path, ranks: Ranks | None = None, command: str = "") -> int:
+    """Train as configured, in `folder`; returns the process's exit code. Every rank calls this.
+
+    `command` is what started the run, for whoever reads its folder.
+    """
     ranks = ranks or Ranks()
     console = Console(quiet=not ranks.main)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:
         if not config.dry_run:
-            _train(config, folder, console, ranks)
+            _train(config, folder, console, ranks, command)
         elif ranks.main:
             print_plan(config, Path(config.output_dir) / config.name, console, ranks)
     except EXPECTED as error:
@@ -104,7 +109,7 @@ def _inside(name: object, folder: Path) -> bool:
     return isinstance(name, str | os.PathLike) and Path(name).absolute().is_relative_to(folder.absolute())
 
 
-def _train(config: Config, folder: Path, console: Console, ranks: Ranks) -> None:
+def _train(config: Config, folder: Path, console: Console, ranks: Ranks, command: str) -> None:
     started = time.perf_counter()
     if config.deterministic:
         make_deterministic(config.seed)
@@ -119,6 +124,7 @@ def _train(config: Config, folder: Path, console: Console, ranks: Ranks) -> None
         stack.callback(_let_go, session)
         session.progress.clock.start("total", started)
         _introduce(session, notes)
+        ranks.from_main(lambda: _track(session, command))
         try:
             _stages(session)
         except NothingTrained:
@@ -129,6 +135,14 @@ def _train(config: Config, folder: Path, console: Console, ranks: Ranks) -> None
             raise NothingTrained(
                 f"the run trained nothing: none of its RL steps had a gradient; see why in {folder / 'report.html'}"
             )
+
+
+def _track(s: Session, command: str) -> None:
+    """Keep how the run was started, and begin its tracker. Rank 0 alone."""
+    if s.resumed is None:
+        write_origin(s.folder, command)
+    facts = {**read_origin(s.folder), "versions": versions(), "folder": str(s.folder.absolute())}
+    s.metrics.tracker = open_tracker(s.config, s.folder, facts, s.resumed is not None, s.console.say)
 
 
 def _let_go(s: Session) -> None:
@@ -225,7 +239,7 @@ def _finish(s: Session) -> None:
             _export(s)
     if s.policy.ranks.main and s.progress.best:  # the last evaluation may have found a better one than was kept
         s.saver.prune()
-    s.metrics.close()
+    s.metrics.close(finished=True)
     s.turn.engine.close()
     if not s.policy.ranks.main:
         return

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -88,6 +89,7 @@ def test_what_a_run_leaves(whole):
     assert names == {
         "config.yaml",
         "clock.txt",
+        "origin.json",
         "metrics.jsonl",
         "summary.json",
         "report.html",
@@ -97,6 +99,8 @@ def test_what_a_run_leaves(whole):
         "final",
         "base_model",
     }
+    origin = json.loads((folder / "origin.json").read_text())
+    assert origin["command"] == shlex.join(["python", "-m", "hybrid_rl.run", *SMALL])
     summary = json.loads((folder / "summary.json").read_text())
     assert {"eval/base", "eval/sft", "eval/rl", "seconds", "versions", "seed"} <= summary.keys()
     assert summary["eval/base"] <= 0.1

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from enum import Enum
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
@@ -59,6 +60,7 @@ def load(overrides: Sequence[str], own: Path | None = None) -> DictConfig:
         )
     for key, problem in value_problems(config):
         value = OmegaConf.select(config, key)
+        value = value.name if isinstance(value, Enum) else value
         raise ConfigError(f"{key}={value} ({_origin(key, parsed, folders, run)}): {problem}")
     return config
 
@@ -147,7 +149,7 @@ def _origin(key: str, overrides: Sequence[Override], folders: Sequence[Path], ru
 
     That is the command line, the run that is resumed, the YAML file that sets it last, or the default in config.py.
     """
-    if any(o.key_or_group in (key, key.replace(".", "/")) for o in overrides):
+    if any(o.key_or_group in (key, key.replace(".", "/"), key.removesuffix(".kind")) for o in overrides):
         return "command line"
     if run:
         return str(run / "config.yaml")

@@ -34,6 +34,7 @@ MAY_CHANGE = (
     "sft.checkpoint_every:",
     "checkpoint.",
     "export.",
+    "tracker.",
     "ranks:",
     "rank_timeout:",
     "rollout.max_reward_failures:",
