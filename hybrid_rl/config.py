@@ -355,7 +355,7 @@ class TrackerConfig:
 
     kind: TrackerKind = TrackerKind.none
     project: str = "hybrid_rl"  # of W&B and trackio; the experiment of MLflow
-    name: Optional[str] = None  # of the run; null: <recipe>/<name of the run's folder>
+    name: str = ""  # of the run; empty: <recipe>/<name of its folder>
     tags: list[str] = field(default_factory=list)  # W&B and MLflow
     offline: bool = (
         False  # W&B: only files, for `wandb sync`; MLflow: <output_dir>/mlflow.db whatever the environment says

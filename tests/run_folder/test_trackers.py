@@ -157,7 +157,8 @@ def test_a_tracker_that_fails_is_reported_once(tmp_path, monkeypatch, moments, s
 def test_a_missing_package_is_one_line_that_names_the_extra(monkeypatch):
     monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
-        ConfigError, match=r"^tracker.kind=wandb .command line.: wandb is not installed; pip install -e '.\[trackers\]'$"
+        ConfigError,
+        match=r"^tracker.kind=wandb .command line.: wandb is not installed; pip install -e '.\[trackers\]'$",
     ):
         load(["+recipe=reverse", "tracker=wandb"])
 
