@@ -165,8 +165,11 @@ def composition_problem(error: Exception, overrides: Sequence[Override]) -> str:
         return f"hydra.{match[1]} (command line): Hydra has no such key"
     if match := re.search(r"Could not find 'hydra/(launcher|sweeper)/(.*)'", first_line(error)):
         kind, name = match[1], match[2]
-        plugin = f"hydra-{name}-{kind}"
-        return f"hydra/{kind}={name} (command line): there is no such {kind}; install its plugin, perhaps {plugin}"
+        plugin = f"hydra-{name.partition('_')[0]}-{kind}"
+        return (
+            f"hydra/{kind}={name} (command line): there is no such {kind}; install its plugin, perhaps {plugin} "
+            "(pip install -e '.[sweeps]' has joblib, submitit and optuna)"
+        )
     if line.endswith("is not Optional"):
         line = "must not be null"
     given = next((o for o in overrides if o.key_or_group == key), None)

@@ -32,7 +32,7 @@ from hybrid_rl.preflight.names import (
 )
 from hybrid_rl.preflight.targets import check_saved_targets
 from hybrid_rl.preflight.values import value_problems
-from hybrid_rl.run_folder.files import Unreadable, read_yaml
+from hybrid_rl.run_folder.files import Unreadable, check_writable, read_yaml
 
 ConfigStore.instance().store(name="schema", node=Config)
 
@@ -87,6 +87,29 @@ def _compose(parsed: Sequence[Override], own: Path | None, base: str = "config")
 def search(own: Path | None) -> list[str]:
     """Return the override that makes Hydra search the user's folder of groups too."""
     return [f"hydra.searchpath=[file://{own.resolve()}]"] if own else []
+
+
+def config_dir(own: Path | None) -> list[str]:
+    """Return the argument that names the user's folder of groups to another process."""
+    return [f"--config-dir={own}"] if own else []
+
+
+def run_dir(folder: Path, key: str = "hydra.run.dir") -> str:
+    """Return the override of the run's folder, quoted for Hydra's grammar, to which commas, brackets and = mean something."""
+    quoted = str(folder).replace("'", "\\'")
+    return f"{key}='{quoted}'"
+
+
+def check_folder(folder: Path, setting: str) -> Path:
+    """Return the folder. Raise ConfigError, which names the setting, when files cannot be written to it, or it cannot be made."""
+    try:
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        if not there.is_dir():
+            raise ConfigError(f"{setting}: {there} is a file; choose another folder")
+        check_writable(folder if folder.exists() else folder.parent)
+    except OSError as error:
+        raise ConfigError(f"{setting}: cannot be written to: {error.strerror}; choose another folder") from error
+    return folder
 
 
 def _resumed_folder(parsed: Sequence[Override]) -> Path | None:
