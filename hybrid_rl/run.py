@@ -104,7 +104,7 @@ def _main(arguments: list[str]) -> int:
         from hybrid_rl.processes.ranks import join
 
         _ranks = join(configs[0].rank_timeout, configs[0].device)
-    choose = partial(_choose_folder, configs[0], given_dir)
+    choose = partial(choose_folder, configs[0], given_dir)
     folder = (_ranks.from_main(choose) if _ranks else choose()).absolute()
     arguments = ["-m", "hybrid_rl.run", *config_dir(own), *task, run_dir(folder)]
     if configs[0].resume not in RESUME:
@@ -132,7 +132,7 @@ def _job(config: Config, folder: Path, arguments: list[str]) -> int:
 # ---- where a run is written -------------------------------------------------------------------------------------------
 
 
-def _choose_folder(config: Config, given: str) -> Path:
+def choose_folder(config: Config, given: str) -> Path:
     """Return the run's folder: the one that resume or hydra.run.dir (`given`) names, the newest unfinished one, or a new one named by the time.
 
     Raises ConfigError when there is none as resume asks for, or it cannot be written to. A dry run needs none.
