@@ -34,7 +34,7 @@ from hybrid_rl.preflight.budget import BudgetError
 from hybrid_rl.processes.launch import after_rank_0
 from hybrid_rl.processes.ranks import Ranks
 from hybrid_rl.processes.signals import Stopped
-from hybrid_rl.report import write_report
+from hybrid_rl.report import write_card, write_report
 from hybrid_rl.report.console import Console
 from hybrid_rl.rl import NothingTrained, train_rl
 from hybrid_rl.rollout.rewards import RewardError, Scorer
@@ -244,7 +244,10 @@ def _finish(s: Session) -> None:
     if not s.policy.ranks.main:
         return
     summary = _summary(s)
-    report = write_report(s.folder, json.loads(json_text(summary)))
+    written = json.loads(json_text(summary))
+    report = write_report(s.folder, written)
+    if not only_evaluates(s.config):
+        write_card(s.folder, written)
     write_json(s.folder / "summary.json", summary)
     say, progress = s.console.say, s.progress
     s.console.heading("Done")

@@ -56,12 +56,12 @@ def write_report(run_dir: Path, summary: dict[str, Any] | None = None) -> Path:
         .render(
             title=facts["name"],
             facts=[value for key, value in facts.items() if key != "name" and value],
-            method=_method(run.config),
+            method=method(run.config),
             nothing=_nothing(run),
             state=_state(run),
             cards=[_evaluation_cards(run), _cards(run)],
             charts={
-                "Learning": learning_charts(run.sft, run.evals, run.rl, _right(run)),
+                "Learning": learning_charts(run.sft, run.evals, run.rl, passes(run)),
                 "Health": health_charts(run.rl),
                 "Speed and memory": speed_charts(run.rl),
             },
@@ -116,7 +116,7 @@ def _facts(run: Run) -> dict[str, str]:
     }
 
 
-def _method(config: dict[str, Any]) -> list[str]:
+def method(config: dict[str, Any]) -> list[str]:
     """Return algorithm, learning rate and batch, as far as the configuration has them."""
     algo, rl, r = (mapping(config, key) for key in ("algo", "rl", "rollout"))
     optimizer = mapping(rl, "optimizer")
@@ -141,7 +141,7 @@ def _part(part: dict[str, Any]) -> str:
     return re.sub(around, "", text(part.get("_target_")))
 
 
-def _right(run: Run) -> str:
+def passes(run: Run) -> str:
     """Return when a sample of an evaluation counts as correct."""
     least = number(mapping(run.config, "eval").get("pass_reward"))
     return "" if math.isnan(least) else f"reward ≥ {shown(least)}"
@@ -182,7 +182,7 @@ def _evaluation_cards(run: Run) -> list[dict[str, str]]:
     A card without a value stands for an evaluation that is still to come.
     """
     cards: list[dict[str, str]] = []
-    before, right = math.nan, _right(run)
+    before, right = math.nan, passes(run)
     for name, (label, *_) in EVALUATIONS.items():
         record = run.evaluation(name)
         if not record and (run.summary or name == "model" or run.evaluation("model")):
