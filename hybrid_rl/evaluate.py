@@ -13,7 +13,7 @@ from typing import Any
 from hybrid_rl.engine.base import Sampling
 from hybrid_rl.report.console import eval_line
 from hybrid_rl.report.step_metrics import mean, mean_by_source, pass_at_k, spread
-from hybrid_rl.rollout.generate import fault_metrics, first_faults, make_group, reward_faults, sample_groups
+from hybrid_rl.rollout.generate import fault_metrics, first_faults, reward_faults
 from hybrid_rl.session import Session
 from hybrid_rl.types import Group
 
@@ -27,9 +27,9 @@ def evaluate(s: Session, name: str, step: int = 0) -> float:
     """
     config, rollout = s.config.eval, s.config.rollout
     tasks = list(s.tasks.eval)[: config.max_tasks or None]
-    tokenizer = s.policy.tokenizer
+    generator = s.generator
     groups = [
-        make_group(i, task, config.samples, tokenizer, rollout.max_prompt_tokens, s.config.seed, "eval", task.id)
+        generator.new_group(i, task, config.samples, rollout.max_prompt_tokens, s.config.seed, "eval", task.id)
         for i, task in enumerate(tasks)
     ]
     sampling = Sampling(config.temperature, rollout.top_k, rollout.top_p, rollout.max_tokens)
@@ -37,9 +37,7 @@ def evaluate(s: Session, name: str, step: int = 0) -> float:
         s.progress.clock.timed("eval"),
         s.console.progress("evaluating", len(tasks) * config.samples) as advance,
     ):
-        errors = sample_groups(
-            s.turn.engine, groups, sampling, tokenizer, s.scorer, s.policy.ranks, advance, s.turn.revive
-        )
+        errors = generator.fill(groups, sampling, advance)
     rollouts = [r for group in groups for r in group.rollouts]
     values = {
         "name": name,

@@ -87,7 +87,6 @@ class Learner:
         self.config, self.algo, self.roles, self.keep = config, config.algo, roles, keep
         self.policy, self.critic, self.parts = roles.policy, roles.critic, Parts(config.algo)
         self.kl_coef = self.algo.kl.coef
-        self.greedy = "greedy" in needs(self.algo.advantage)
         self.warmup = self.algo.critic.warmup_steps if self.critic else 0
         self.a_step = self.algo.epochs * self.algo.minibatches  # updates
         updates = max(0, config.rl.steps - self.warmup) * self.a_step
@@ -180,7 +179,7 @@ class Learner:
             ref_logprobs=found.get(REFERENCE),
             teacher_logprobs=found.get(TEACHER),
             values=found.get(VALUE),
-            greedy=torch.tensor([batch.greedy[r.group_id] for r in rollouts], device=device) if self.greedy else None,
+            greedy=torch.tensor([batch.greedy[r.group_id] for r in rollouts], device=device) if batch.greedy else None,
         )
         if scored.ref_logprobs is not None and algo.kl.place == KlPlace.reward:
             scored.penalties = -self.kl_coef * self.parts.kl(scored.old_logprobs, scored.ref_logprobs)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hybrid_rl.deterministic import seed_all
 from hybrid_rl.engine.base import request_seed
 from hybrid_rl.evaluate import evaluate
-from hybrid_rl.learner import Learner, make_learner
+from hybrid_rl.learner import make_learner
 from hybrid_rl.report.alarms import Alarms
 from hybrid_rl.report.console import NOTHING, step_line
 from hybrid_rl.report.phases import Phases
@@ -29,7 +29,7 @@ def train_rl(s: Session) -> None:
     config, policy, turn, progress = s.config.rl, s.policy, s.turn, s.progress
     start = s.resumed_step("rl")
     learner, alarms = make_learner(s, start), Alarms()
-    optimizer, collector = learner.optimizer, _collector(s, learner)
+    optimizer, collector = learner.optimizer, Collector(s.generator, s.tasks.rl, s.config, s.data_seed)
     if s.resumed and start:
         s.resumed.restore_optimizer(optimizer)
         for name, part in (("learner", learner), ("collector", collector), ("alarms", alarms)):
@@ -86,22 +86,6 @@ def train_rl(s: Session) -> None:
             s.stop(stopping, f"step {step} of {config.steps} of RL is done and saved")
     learner.park()
     s.saver.publish()
-
-
-def _collector(s: Session, learner: Learner) -> Collector:
-    return Collector(
-        s.turn.engine,
-        s.tasks.rl,
-        s.policy.tokenizer,
-        s.scorer,
-        s.config.rollout,
-        s.config.seed,
-        s.policy.ranks,
-        s.config.algo,
-        learner.greedy,
-        s.turn.revive,
-        s.data_seed,
-    )
 
 
 def _idle(s: Session, step: int, nothing: str) -> str:

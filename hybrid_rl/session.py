@@ -1,4 +1,4 @@
-"""What the stages of one run share. Every rank has one; rank 0's metrics, rollouts and lines are the ones that are written and shown."""
+"""Hold what the stages of one run share. Every rank has a session; only rank 0 writes metrics and rollouts and prints."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from hybrid_rl.handover import Turn
 from hybrid_rl.policy.model import Policy
 from hybrid_rl.processes import signals
 from hybrid_rl.report.console import Console
+from hybrid_rl.rollout.generate import Generator
 from hybrid_rl.rollout.rewards import Scorer
 from hybrid_rl.run_folder.checkpoint import Checkpoint
 from hybrid_rl.run_folder.metrics import Metrics
@@ -39,6 +40,11 @@ class Session:
     def data_seed(self) -> int:
         """The seed of the order in which tasks are drawn."""
         return self.config.seed if self.config.data_seed is None else self.config.data_seed
+
+    @property
+    def generator(self) -> Generator:
+        """What samples and scores rollouts, for RL and for evaluations."""
+        return Generator(self.turn.engine, self.policy.tokenizer, self.scorer, self.policy.ranks, self.turn.revive)
 
     def resumed_step(self, stage: str) -> int:
         """Return the step that this stage goes on after; 0 to begin it."""
