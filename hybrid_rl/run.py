@@ -131,7 +131,7 @@ def _job(config: Config, folder: Path, arguments: list[str]) -> int:
         return run(config, folder, here)
 
 
-# ---- sweeps -----------------------------------------------------------------------------------------------------------
+# ---- sweeps ---------------------------------------------------------------------------------------------------------
 
 
 def _sweep(overrides: list[str], own: Path | None, configs: Sequence[Config], folder: Path) -> int:
@@ -171,7 +171,7 @@ def _run_dir(folder: Path) -> str:
     return f"hydra.run.dir='{quoted}'"
 
 
-# ---- where a run is written -------------------------------------------------------------------------------------------
+# ---- where a run is written -----------------------------------------------------------------------------------------
 
 
 def _choose_folder(config: Config, given: str) -> Path:
