@@ -1,7 +1,7 @@
 """Whose turn it is with the device: the trainer's weights reach the engine, and the trainer takes its memory back.
 
-`hand_over` and `take_back` are the only places where memory changes hands, in training and in evaluation alike. A `Turn` calls them for
-a run, and starts an engine again that died.
+`hand_over` and `take_back` are the only places where memory changes hands, in training and in evaluation alike. A
+`Turn` calls them for a run, and starts an engine again that died.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ def hand_over(
 ) -> int:
     """Trainer → engine: wake the engine's weights, bring the policy's in, park what only the trainer needs, wake the KV cache last.
 
-    Returns the bytes that this rank copied. An engine that samples from the policy's own parameters has nothing to copy: they are
-    unsharded in place. `verify` then compares name by name. Collective: an error on one rank is raised on all.
-    Raises HandoverError for non-finite weights before anything moves.
+    Returns the bytes that this rank copied. An engine that samples from the policy's own parameters has nothing to
+    copy: they are unsharded in place. `verify` then compares name by name. Collective: an error on one rank is raised
+    on all. Raises HandoverError for non-finite weights before anything moves.
     """
     if name := broken_weight(policy):
         raise HandoverError(

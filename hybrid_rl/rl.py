@@ -1,4 +1,4 @@
-"""The loop: hand the weights over, sample, give the KV cache back, train. Read it top to bottom; this is the system."""
+"""The loop of RL: hand the weights over, sample, release the KV cache, train. Read it from top to bottom."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from hybrid_rl.session import Session
 
 
 class NothingTrained(RuntimeError):
-    """RL steps had no gradient for too long."""
+    """Raised when too many RL steps in a row had no gradient."""
 
 
 def train_rl(s: Session) -> None:
-    """Take rl.steps steps of synchronous GRPO. Goes on from a checkpoint of this stage, if the run was resumed in it.
+    """Take rl.steps synchronous RL steps; a run that was resumed in this stage goes on from its checkpoint.
 
-    Every rank runs this: it samples its share, and trains its share, of what all of them know. Raises NothingTrained, with a checkpoint
-    saved, after rl.max_empty_steps steps in a row without an update.
+    Every rank runs this: all know the whole batch, and each samples and trains its share. Raises NothingTrained, with a
+    checkpoint saved, after rl.max_empty_steps steps in a row without an update.
     """
     config, policy, turn, progress = s.config.rl, s.policy, s.turn, s.progress
     start = s.resumed_step("rl")
@@ -66,9 +66,9 @@ def train_rl(s: Session) -> None:
             "engine_restarts": turn.restarts - restarts,
         }
         begun = alarms.check(values)
-        # before the checkpoint, which counts its lines: a killed run loses and doubles none
+        # before the checkpoint, which stores the number of lines: a resumed run then loses and repeats none
         s.metrics.write("rl", **values, alarms=list(begun))
-        s.saver.publish(wait=False)  # the checkpoint of a step before, if it is written by now
+        s.saver.publish(wait=False)  # an earlier step's checkpoint, if it is written by now
         stopping = s.stop_asked()
         idle = 0 < config.max_empty_steps <= progress.empty_steps
         due = step % config.checkpoint_every == 0 or (config.keep_best and step % config.eval_every == 0)
@@ -91,6 +91,6 @@ def train_rl(s: Session) -> None:
 def _idle(s: Session, step: int, nothing: str) -> str:
     why, remedy = NOTHING[nothing]
     return (
-        f"nothing was trained in {s.progress.empty_steps} RL steps in a row (rl.max_empty_steps={s.config.rl.max_empty_steps}), "
-        f"in step {step} because {why}: {remedy}"
+        f"nothing was trained in {s.progress.empty_steps} RL steps in a row "
+        f"(rl.max_empty_steps={s.config.rl.max_empty_steps}), in step {step} because {why}: {remedy}"
     )

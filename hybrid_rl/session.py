@@ -1,4 +1,4 @@
-"""Hold what the stages of one run share. Every rank has a session; only rank 0 writes metrics and rollouts and prints."""
+"""Hold what the stages of one run share. Every rank has a session; only rank 0 writes files and prints."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ def introduce(s: Session, notes: list[str]) -> None:
     say(f"hybrid_rl · recipe {config.name} · seed {config.seed} · {s.folder}")
     say(f"machine: {here['cpu']}, {here['cores']} cores, {here['memory_gib']:.0f} GiB; {here['gpu'] or 'no GPU'}")
     say(
-        f"chosen:  {world} rank{'s' * (world > 1)} on {s.policy.device.type}, {torch.get_num_threads()} thread(s) each, "
-        f"engine {kind.value} ({ENGINES[kind]}), layout {s.policy.layout}, "
+        f"chosen:  {world} rank{'s' * (world > 1)} on {s.policy.device.type}, "
+        f"{torch.get_num_threads()} thread(s) each, engine {kind.value} ({ENGINES[kind]}), layout {s.policy.layout}, "
         f"compute {str(s.policy.dtype).removeprefix('torch.')}"
     )
     adapters = (

@@ -29,8 +29,9 @@ def advantages(batch: Scored, k: int = 4) -> Tensor:
 
 
 def _added(rewards: Tensor, k: int) -> Tensor:
-    # Ascending, rollout i gains the gap between the m-th and the next reward below it wherever its k − 1 companions are all of the
-    # m lowest: with chance C(m, k−1) / C(G−1, k−1). Gaps instead of rewards: ties give 0 exactly, and nothing cancels.
+    # In ascending order, rollout i gains the gap between the m-th reward and the next one below it if its k − 1
+    # companions are all among the m lowest: with chance C(m, k−1) / C(G−1, k−1). With gaps instead of rewards, ties
+    # give exactly 0, and nothing cancels.
     ascending, order = rewards.sort()
     size = len(rewards)
     chances = [comb(m, k - 1) / comb(size - 1, k - 1) for m in range(1, size)]

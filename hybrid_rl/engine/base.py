@@ -21,12 +21,12 @@ class EngineError(RuntimeError):
 
 
 class EngineDied(EngineError):
-    """Raised when the engine has ended or no longer answers, through no fault of the caller; `restart` makes a new one."""
+    """Raised when the engine has ended or no longer answers, without the caller's fault; `restart` makes a new one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Hold how tokens are drawn. temperature 0 takes the most likely token; top_k 0 and top_p 1 disable these filters."""
+    """How tokens are drawn. temperature 0 takes the most likely token; top_k 0 and top_p 1 disable these filters."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -100,8 +100,8 @@ class EngineStats:
 class Engine(Protocol):
     """What samples completions. All calls come from one thread; between two items of `generate` it may call `abort`.
 
-    An engine may span several ranks, its `team`. Only the first of them is given requests and compares weights; all other
-    calls are made by the ranks of a team together.
+    An engine may span several ranks, its `team`. Only the first of them is given requests and compares weights; all
+    other calls are made by the ranks of a team together.
     """
 
     team: Ranks
@@ -160,14 +160,14 @@ def known_tags(tags: Iterable[str]) -> set[str]:
 
 
 def check_request(request: Request, sampling: Sampling, capacity: int) -> None:
-    """Raise EngineError if a request does not fit into `capacity` tokens, prompt included, or has none left to sample."""
+    """Raise EngineError if a request and its prompt exceed `capacity` tokens, or if nothing is left to sample."""
     needed = len(request.prompt_ids) + sampling.max_tokens
     if not request.prompt_ids:
         raise EngineError(f"request {request.id} has an empty prompt")
     if needed > capacity:
         raise EngineError(
-            f"request {request.id}: a prompt of {len(request.prompt_ids)} tokens and up to {sampling.max_tokens} new ones "
-            f"need {needed}; the engine has room for {capacity} (rollout.max_prompt_tokens + rollout.max_tokens)"
+            f"request {request.id}: a prompt of {len(request.prompt_ids)} tokens and up to {sampling.max_tokens} "
+            f"new ones need {needed}; the engine has room for {capacity} (rollout.max_prompt_tokens + rollout.max_tokens)"
         )
     if len(request.sampled_ids) >= sampling.max_tokens:
         raise EngineError(

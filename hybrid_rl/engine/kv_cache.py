@@ -12,7 +12,8 @@ from hybrid_rl.attention.attend import LayerAttention, Packed, softmax
 class KVCache:
     """Keys and values, [layers][slots, K, capacity, D]; slot s holds `lengths[s]` tokens, from position 0 on.
 
-    The arguments `keys` and `values` give each layer's shape of one prompt, [K, P, D]: layers may differ in heads and sizes.
+    The arguments `keys` and `values` give each layer's shape of one prompt, [K, P, D]: layers may differ in heads and
+    sizes.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Prefill(Packed):
 
 
 class Decode:
-    """Attention for one new token in each of the first `rows` slots: it joins the cache, and its query reads the slot."""
+    """Attention for one new token in each of the first `rows` slots; its key and value join the cache."""
 
     def __init__(self, cache: KVCache, rows: int):
         self.cache, self.index = cache, cache.rows[:rows]

@@ -254,7 +254,7 @@ class LocalEngine:
         self.stats.peak_kv_bytes = max(self.stats.peak_kv_bytes, self._cache.bytes)
 
     def sleep(self, tags: Iterable[str] = (KV_CACHE,)) -> int:
-        """Free the cache; the weights belong to the policy and stay. Raises EngineError if the cache is still in use."""
+        """Free the cache; the policy's weights stay. Raises EngineError if the cache is still in use."""
         tags = known_tags(tags)
         if self._rows.requests or self._waiting:
             raise EngineError("sleep() while requests are running; exhaust generate() or abort() first")

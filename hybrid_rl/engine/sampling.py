@@ -19,10 +19,10 @@ def uniforms(seed: int, count: int) -> np.ndarray:
 
 
 def sample(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Return token ids [n] int64 and log-probabilities [n] float32, from logits [n, V] and uniform numbers [n] in [0, 1).
+    """Return token ids [n] int64 and log-probabilities [n] float32, from logits [n, V] and numbers [n] in [0, 1).
 
-    The token is the inverse of the cumulative distribution at the uniform number. One random number per token is several
-    times faster on large vocabularies than one per vocabulary entry. The log-probability is that of the whole
+    The token is the inverse of the cumulative distribution at the `uniform` number. One random number per token is
+    several times faster on large vocabularies than one per vocabulary entry. The log-probability is that of the whole
     distribution at the temperature, as the trainer computes it; top-k and top-p only restrict what is drawn.
     """
     greedy = sampling.temperature == 0.0

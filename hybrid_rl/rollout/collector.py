@@ -18,7 +18,7 @@ from hybrid_rl.types import Group, Rollout, Task
 
 @dataclass(slots=True)
 class Batch:
-    """Hold what a step trains on, and the counts of its collection. `groups` are in the order their tasks were drawn."""
+    """What a step trains on, and the counts of its collection; `groups` are in the order their tasks were drawn."""
 
     groups: list[Group] = field(default_factory=list)
     dropped: list[Group] = field(default_factory=list)  # silent, or with a reward that failed
@@ -58,10 +58,11 @@ class Collector:
         self.sampling = Sampling(rollout.temperature, rollout.top_k, rollout.top_p, rollout.max_tokens)
 
     def collect(self, advance: Callable[..., None] = lambda count=1, more=0: None) -> Batch:
-        """Return `rollout.batch_size` rollouts with a signal, or fewer after `rollout.max_replacements` rounds. Collective.
+        """Return `rollout.batch_size` rollouts with a signal, or fewer after `rollout.max_replacements` rounds.
 
         `advance` is called with the number of completions that have ended, and with `more` when replacements add some.
         Raises RewardError if all rewards of a step failed, or a larger share than rollout.max_reward_failures.
+        Collective.
         """
         batch, asked, wanted = Batch(), 0, self.config.batch_size // self.config.group_size
         for round in range(1 + self.config.max_replacements):

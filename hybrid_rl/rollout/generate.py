@@ -87,7 +87,7 @@ def reward_faults(groups: Iterable[Group]) -> Counter[tuple[str, str]]:
 
 
 def fault_metrics(faults: Counter[tuple[str, str]]) -> dict[str, dict[str, int]]:
-    """Return `reward_faults`, the counts by kind, and `source_faults`, the same by the task's source; sorted by name."""
+    """Return `reward_faults`, the counts by kind, and `source_faults`, the counts by source, sorted by name."""
     kinds, sources = Counter[str](), Counter[str]()
     for (source, kind), count in faults.items():
         kinds[kind] += count

@@ -1,4 +1,4 @@
-"""Export the trained model to final/, and trained adapters to final_adapter/. A killed export leaves neither half written."""
+"""Export the trained model to final/ and trained adapters to final_adapter/; a killed export leaves neither half."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ADAPTER = "_adapter"  # Policy.export adds it to the folder's name for the adapt
 
 
 def export_final(policy: Policy, folder: Path, *, float32: bool) -> None:
-    """Write the model to the run's `folder`, replacing an earlier export; `float32` keeps full precision. Collective."""
+    """Write the model to the run's `folder`, in full precision if `float32`, over an earlier export. Collective."""
     exported = folder / ".final"
     for left in (exported, exported.with_name(exported.name + ADAPTER)):
         policy.ranks.from_main(partial(remove, left))

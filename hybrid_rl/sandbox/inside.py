@@ -1,6 +1,6 @@
 """The code inside the sandbox: it makes namespaces, a root and limits, then runs the program. `sandbox.run` starts it.
 
-    launcher   a new Python without environment: enters new user/mount/network/IPC/UTS/cgroup namespaces, builds the root
+    launcher   a new Python without environment: enters new user/mount/network/IPC/UTS/cgroup namespaces, makes the root
       keeper   one for each input: enters a new PID and mount namespace, kills the init that outlives its time
         init   PID 1 there: mounts /tmp, gives up every right, collects the output, measures, kills everything
           program
@@ -118,8 +118,8 @@ def _send(end: str, code: int = 0, stdout: bytes = b"", stderr: bytes = b"", res
 def _enter_namespaces() -> int | None:
     """Enter new namespaces. Return the user id to take on later, None if a user namespace already gave one.
 
-    Root needs no user namespace. Its program gets a user id that nobody else has, so that limits on processes count only
-    this program's.
+    Root needs no user namespace. Its program gets a user id that nobody else has, so that limits on processes count
+    only this program's.
     """
     flags = NEWNS | NEWNET | NEWIPC | NEWUTS | NEWCGROUP
     own = next(filter(_mapped, ((1 << 30) + os.getpid(), NOBODY)), None) if os.geteuid() == 0 else None

@@ -1,7 +1,7 @@
 """Run untrusted Python that a model wrote, for the rewards that must execute it.
 
-`run` gives a program its inputs and returns its output as data: text, or values decoded from JSON. Expected answers never
-enter the sandbox; the caller compares outside, so a program cannot forge a verdict.
+`run` gives a program its inputs and returns its output as data: text, or values decoded from JSON. Expected answers
+never enter the sandbox; the caller compares outside, so a program cannot forge a verdict.
 
 Each input runs in a process of its own, in new Linux namespaces (user or, for root, a user id of its own; mount, PID,
 network, IPC, UTS, cgroup): no network, no environment, no other processes and no /proc, a root that shows the standard
@@ -77,9 +77,9 @@ class Limits:
 class Outcome:
     """What a program did with one input. Only `end` can be trusted; the program decides the rest.
 
-    `end` is "exit" (by itself, with `code`, or by signal -`code`), the limit that it exceeded, "died" (ended by the system:
-    out of memory), or "not run" (the total time was used up). `result` is the function's; `returned` is False if it
-    returned nothing that is JSON.
+    `end` is "exit" (by itself, with `code`, or by signal -`code`), the limit that it exceeded, "died" (ended by the
+    system: out of memory), or "not run" (the total time was used up). `result` is the function's; `returned` is False
+    if it returned nothing that is JSON.
     """
 
     end: End

@@ -7,10 +7,10 @@ import struct
 
 from hybrid_rl.sandbox.inside import AF_UNIX, NAMESPACES, SIGCHLD
 
-# name → number on x86_64, on aarch64
-# The program must not make these calls. They reach other processes, make namespaces or mounts, open sockets or enlarge
-# their buffers, hold memory that no limit counts (memfd, System V IPC, queues of inotify, pages in a pipe that no process
-# maps), use up what the whole machine shares (io_setup), make it wait (sync), or widen the access to the kernel.
+# name → number on x86_64, on aarch64 The program must not make these calls. They reach other processes, make namespaces
+# or mounts, open sockets or enlarge their buffers, hold memory that no limit counts (memfd, System V IPC, queues of
+# inotify, pages in a pipe that no process maps), use up what the whole machine shares (io_setup), make it wait (sync),
+# or widen the access to the kernel.
 DENIED = {
     "add_key": (248, 217),
     "bpf": (321, 280),
@@ -67,7 +67,8 @@ DENIED = {
     "userfaultfd": (323, 282),
     "vmsplice": (278, 75),
 }
-# These succeed and do nothing: they would act on the disk, the page cache or the locks of files shared with the machine.
+# These succeed and do nothing: they would act on the disk, the page cache or the locks of files shared with the
+# machine.
 IDLE = {
     "fadvise64": (221, 223),
     "fdatasync": (75, 83),

@@ -1,7 +1,7 @@
 """SGLang as the engine: its own process and memory, to which a handover copies the weights.
 
-The process is `hybrid_rl.engine.sglang.host`. This module refuses what SGLang would accept silently or crash on: unknown
-names, wrong shapes, ids outside the vocabulary, memory released while requests run.
+The process is `hybrid_rl.engine.sglang.host`. This module refuses what SGLang would accept silently or crash on:
+unknown names, wrong shapes, ids outside the vocabulary, memory released while requests run.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class _Run:
 
 
 class SGLangEngine:
-    """SGLang in a process of its own: up to `slots` completions at a time, each of at most `capacity` tokens with its prompt.
+    """SGLang in its own process: up to `slots` completions at a time, each of up to `capacity` tokens with its prompt.
 
     `folder` holds the model. The ranks of a `team` make one engine with tensor parallelism: its first rank starts
-    SGLang's process, which computes on the devices of all of them. The KV cache holds `slots` full completions; on a GPU
-    it holds fewer if weights and cache would take more than `options.memory_fraction` of the free memory.
+    SGLang's process, which computes on the devices of all of them. The KV cache holds `slots` full completions; on a
+    GPU it holds fewer if weights and cache would take more than `options.memory_fraction` of the free memory.
 
     Raises EngineError if SGLang is missing, or has not started within `options.start_timeout` seconds.
     """
@@ -276,7 +276,8 @@ class SGLangEngine:
     def _owed(self, tags: set[str]) -> int:
         """Return the bytes that must come free on this rank's GPU, or 0 if they cannot be known.
 
-        They are unknown on the CPU, where pages that were never written take no memory, and for dtypes that SGLang chooses.
+        They are unknown on the CPU, where pages that were never written take no memory, and for dtypes that SGLang
+        chooses.
         """
         if self.options.device.type == "cpu" or self._arguments.keys() & {"kv_cache_dtype", "quantization"}:
             return 0
@@ -330,7 +331,7 @@ class SGLangEngine:
         self._broken = None
 
     def _payloads(self, buckets: Iterable[dict[str, Tensor]]) -> Iterator[tuple[set[str], list[bytes]]]:
-        """Yield for each bucket its names in the checkpoint, and every rank's pickled copy of it. Collective in the team.
+        """Yield each bucket's names in the checkpoint, and every rank's pickled copy of it. Collective in the team.
 
         An error on one rank is raised on all.
         """
@@ -396,15 +397,15 @@ class SGLangEngine:
 def given_back(used: Callable[[], int], before: int, owed: int, limit: float) -> int:
     """Wait until `used()` has fallen below `before` by nearly `owed` bytes, and return by how many it has.
 
-    SGLang may answer before its memory is free. Raises EngineError after `limit` seconds: otherwise the trainer would run
-    out of memory later, far from the cause.
+    SGLang may answer before its memory is free. Raises EngineError after `limit` seconds: otherwise the trainer would
+    run out of memory later, far from the cause.
     """
     deadline = time.monotonic() + limit
     while (freed := before - used()) < NEARLY * owed:
         if time.monotonic() > deadline:
             raise EngineError(
-                f"SGLang said that it had given back {owed / 2**30:.2f} GiB, and {max(freed, 0) / 2**30:.2f} GiB have come "
-                f"free within engine.timeout={limit:g} s"
+                f"SGLang said that it had given back {owed / 2**30:.2f} GiB, and {max(freed, 0) / 2**30:.2f} GiB have "
+                f"come free within engine.timeout={limit:g} s"
             )
         time.sleep(0.005)
     return max(freed, 0)

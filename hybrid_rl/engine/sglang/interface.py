@@ -1,8 +1,8 @@
 """All that hybrid_rl uses of SGLang by name: modules, methods, arguments, fields. Most are private and may change.
 
 `lacking` compares these names with the installed version; the tests call it too. The names of stored weights, which no
-signature shows, are compared with the policy at the first handover (module `weights`). Importing SGLang takes seconds and
-patches transformers, so only its own process imports it, when an engine starts.
+signature shows, are compared with the policy at the first handover (module `weights`). Importing SGLang takes seconds
+and patches transformers, so only its own process imports it, when an engine starts.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def installed() -> str | None:
 
 
 def unusable() -> str | None:
-    """Return why engine=sglang cannot run here, as far as that is known without importing SGLang; None if nothing is known."""
+    """Return why engine=sglang cannot run here, or None if no reason is known without importing SGLang."""
     version = installed()
     if version is None:
         return f"SGLang is not installed; {INSTALL}, or engine=local"
@@ -112,7 +112,7 @@ def unusable() -> str | None:
 
 
 def lacking(arguments: Iterable[str]) -> list[str]:
-    """Return the names that hybrid_rl uses and the installed SGLang does not have; `arguments` are those of its engine."""
+    """Return the names that hybrid_rl uses and the installed SGLang lacks; `arguments` are those of its engine."""
     missing = []
     for path, parameters in CALLS.items():
         module, _, attribute = path.partition(":")
@@ -246,7 +246,7 @@ class RunningEngine:
     async def generate(
         self, input_ids: list[int], parameters: dict[str, Any]
     ) -> tuple[list[int], list[float], dict[str, Any]]:
-        """Return token ids, their log-probabilities, and facts: finish reason, prompt tokens, versions of the weights."""
+        """Return token ids, log-probabilities, and facts: finish reason, prompt tokens, versions of the weights."""
         out = await self._engine.async_generate(input_ids=input_ids, sampling_params=parameters, return_logprob=True)
         said, ids = out["meta_info"], list(out["output_ids"])
         spans = said.get("weight_versions") or ()

@@ -1,4 +1,4 @@
-"""The trainer's side of SGLang's process: start it, talk to it, never wait without a limit, end it with its children."""
+"""The trainer's side of SGLang's process: start it, talk to it within time limits, end it with its children."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class HostProcess:
 
     `facts` is what the process reported when it was ready. Raises EngineError if that takes longer than `start_timeout`
     seconds. Afterwards an answer or a sign of progress must come every `timeout` seconds. A process that is silent for
-    longer is killed with all its children; then, or if it ended by itself, every call raises EngineDied. An error is one
-    line with the cause, and names the file `log`, to which the process writes.
+    longer is killed with all its children; then, or if it ended by itself, every call raises EngineDied. An error is
+    one line with the cause, and names the file `log`, to which the process writes.
     """
 
     def __init__(self, arguments: Mapping[str, Any], start_timeout: float, timeout: float, log: Path | None = None):
         self.timeout, self._path = timeout, log
         self._dead: EngineError | None = None
-        self._log = log.open("ab+") if log else tempfile.TemporaryFile()  # noqa: SIM115  # open as long as the process runs
+        self._log = log.open("ab+") if log else tempfile.TemporaryFile()  # noqa: SIM115  # as long as the process
         self._begin = self._log.seek(0, os.SEEK_END)  # an earlier process may have written before
         self._process, self.connection = _start(dict(arguments), self._log.fileno(), max(timeout, 1.0))
         self._family: list[psutil.Process] = []

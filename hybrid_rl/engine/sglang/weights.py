@@ -95,7 +95,7 @@ class ModelShapes:
     # ---- from SGLang ------------------------------------------------------------------------------------------------
 
     def whole(self, folder: Path) -> dict[str, Tensor]:
-        """Return all weights by the checkpoint's names, from the files of `save_sharded_model`, one per tensor-parallel rank.
+        """Return all weights by the checkpoint's names, from the files of `save_sharded_model`, one per rank of the team.
 
         Raises EngineError for a weight that is stored in another form, or whose copies differ between ranks.
         """
@@ -142,7 +142,7 @@ class ModelShapes:
         return self._joined(pieces, (rows[index], *stored[0].shape[1:]), name)
 
     def _joined(self, pieces: Sequence[Tensor], shape: tuple[int, ...], name: str) -> Tensor:
-        """Return the pieces joined along the dimension in which they are too small, without padding of the vocabulary."""
+        """Return the pieces joined along the dimension in which they are too small, without vocabulary padding."""
         for dim in range(len(shape)):
             if len(pieces) > 1 and pieces[0].shape[dim] < shape[dim]:
                 copies = max(1, len(pieces) * pieces[0].shape[dim] // shape[dim])
