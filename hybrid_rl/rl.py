@@ -26,7 +26,7 @@ def train_rl(s: Session) -> None:
     Every rank runs this: all know the whole batch, and each samples and trains its share. Raises NothingTrained, with a
     checkpoint saved, after rl.max_empty_steps steps in a row without an update.
     """
-    config, policy, turn, progress = s.config.rl, s.policy, s.turn, s.progress
+    config, policy, handover, progress = s.config.rl, s.policy, s.handover, s.progress
     start = s.resumed_step("rl")
     learner, alarms = make_learner(s, start), Alarms()
     optimizer, collector = learner.optimizer, Collector(s.generator, s.tasks.rl, s.config, s.data_seed)
@@ -37,18 +37,18 @@ def train_rl(s: Session) -> None:
 
     for step in range(start + 1, config.steps + 1):
         seed_all(request_seed(s.config.seed, "rl", step))
-        phases, restarts = Phases(policy.device), turn.restarts
+        phases, restarts = Phases(policy.device), handover.restarts
         with phases("handover"):
             learner.park()
-            turn.to_engine(progress.version, optimizer, verify=s.config.handover.verify or step == start + 1)
+            handover.to_engine(progress.version, optimizer, verify=s.config.handover.verify or step == start + 1)
         if config.eval_every and step > 1 and (step - 1) % config.eval_every == 0:
             with phases("evaluate"):
                 evaluate(s, "step", step - 1)
         with phases("rollout"), s.console.progress(f"step {step}: sampling", s.config.rollout.batch_size) as advance:
-            before = replace(turn.engine.stats)
+            before = replace(handover.engine.stats)
             batch = collector.collect(advance)
         with phases("sleep"):
-            turn.to_trainer(optimizer)
+            handover.to_trainer(optimizer)
         with phases("update"):
             trained, advantages = learner.learn(batch, step)
             progress.version += 1
@@ -62,8 +62,8 @@ def train_rl(s: Session) -> None:
             **rollout_metrics(batch),
             **trained,
             **phase_metrics(phases, batch, policy.ranks),
-            **prompt_metrics(before, turn.engine.stats, policy.ranks),
-            "engine_restarts": turn.restarts - restarts,
+            **prompt_metrics(before, handover.engine.stats, policy.ranks),
+            "engine_restarts": handover.restarts - restarts,
         }
         begun = alarms.check(values)
         # before the checkpoint, which stores the number of lines: a resumed run then loses and repeats none

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from hybrid_rl.config import Config
 from hybrid_rl.data import TaskSets
-from hybrid_rl.handover import Turn
+from hybrid_rl.handover import Handover
 from hybrid_rl.policy.model import Policy
 from hybrid_rl.processes import signals
 from hybrid_rl.report.console import Console
@@ -26,7 +26,7 @@ class Session:
     config: Config
     folder: Path
     policy: Policy
-    turn: Turn  # the policy's with the device, or the engine's
+    handover: Handover
     tasks: TaskSets
     scorer: Scorer
     console: Console
@@ -44,7 +44,9 @@ class Session:
     @property
     def generator(self) -> Generator:
         """What samples and scores rollouts, for RL and for evaluations."""
-        return Generator(self.turn.engine, self.policy.tokenizer, self.scorer, self.policy.ranks, self.turn.revive)
+        return Generator(
+            self.handover.engine, self.policy.tokenizer, self.scorer, self.policy.ranks, self.handover.revive
+        )
 
     def resumed_step(self, stage: str) -> int:
         """Return the step that this stage goes on after; 0 to begin it."""

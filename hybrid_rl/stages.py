@@ -167,9 +167,9 @@ def _stages(s: Session) -> None:
 
 
 def _evaluate(s: Session, name: str, step: int = 0) -> None:
-    s.turn.to_engine(s.progress.version, verify=s.config.handover.verify)
+    s.handover.to_engine(s.progress.version, verify=s.config.handover.verify)
     evaluate(s, name, step)
-    s.turn.to_trainer()
+    s.handover.to_trainer()
 
 
 def _finish(s: Session) -> None:
@@ -180,6 +180,6 @@ def _finish(s: Session) -> None:
     if s.policy.ranks.main and s.progress.best:  # the last evaluation may have found a better checkpoint
         s.saver.prune()
     s.metrics.close()
-    s.turn.engine.close()
+    s.handover.engine.close()
     if s.policy.ranks.main:
         conclude(s)

@@ -78,7 +78,7 @@ def conclude(s: Session) -> None:
 
 def _summary(s: Session) -> dict[str, object]:
     names = ("model",) if only_evaluates(s.config) else ("base", "sft", "rl")
-    best, stats = s.progress.best, s.turn.engine.stats
+    best, stats = s.progress.best, s.handover.engine.stats
     return {
         "name": s.config.name,
         "seed": s.config.seed,
