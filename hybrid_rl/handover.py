@@ -91,8 +91,8 @@ def hand_over(
 
     In this order: wake the engine's weights, copy the policy's in, park what only the trainer needs, wake the KV cache.
     For an engine that samples from the policy's own parameters they are unsharded in place instead of copied. `verify`
-    compares the weights name by name. Raises HandoverError for non-finite weights before anything moves; an error on one
-    rank is raised on all.
+    compares the weights name by name. Raises HandoverError for non-finite weights before anything moves; an error on
+    one rank is raised on all.
     """
     if name := broken_weight(policy):
         raise HandoverError(

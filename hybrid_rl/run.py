@@ -176,10 +176,10 @@ def _run_dir(folder: Path) -> str:
 
 
 def _choose_folder(config: Config, given: str) -> Path:
-    """Return the run's folder: the one that `resume` or hydra.run.dir (`given`) names, the newest unfinished, or a new one.
+    """Return the run's folder: that of `resume` or hydra.run.dir (`given`), the newest unfinished one, or a new one.
 
-    A new one is named by the time. Raises ConfigError if `resume` asks for one that does not exist, or the folder cannot be written to. A dry run needs
-    no folder.
+    A new one is named by the time. Raises ConfigError if `resume` asks for one that does not exist, or the folder
+    cannot be written to. A dry run needs no folder.
     """
     if config.dry_run:
         return Path()

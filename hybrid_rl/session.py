@@ -34,7 +34,7 @@ class Session:
     rollouts: RolloutFiles
     progress: Progress
     saver: Saver
-    resumed: Checkpoint | None = None  # where the run goes on from
+    resumed: Checkpoint | None = None  # from which the run goes on
 
     @property
     def data_seed(self) -> int:
@@ -43,7 +43,7 @@ class Session:
 
     @property
     def generator(self) -> Generator:
-        """What samples and scores rollouts, for RL and for evaluations."""
+        """What samples and scores groups of rollouts, for RL and for evaluations."""
         return Generator(
             self.handover.engine, self.policy.tokenizer, self.scorer, self.policy.ranks, self.handover.revive
         )

@@ -71,8 +71,8 @@ def train_sft(s: Session) -> None:
 class Curriculum:
     """Draw examples in a seeded order without replacement; during the first `ramp` steps only short ones.
 
-    The allowed length grows linearly from the shortest example's to the longest's. A tiny model that sees short examples
-    first learns the rule with every seed; without them some seeds never do.
+    The allowed length grows linearly from the shortest example's to the longest's. A tiny model that sees short
+    examples first learns the rule with every seed; without them some seeds never do.
     """
 
     def __init__(self, examples: Sequence[Rollout], ramp: float, seed: int):

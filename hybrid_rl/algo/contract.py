@@ -26,7 +26,7 @@ CONTRACTS = {
 }
 
 
-class Part:
+class CheckedPart:
     """A part of the algorithm, which raises PartError with its key when it breaks its contract."""
 
     def __init__(self, kind: str, key: str, target: str, call: Callable[..., Any]):
@@ -39,15 +39,17 @@ class Part:
             raise self.error(f"raises {type(error).__name__}: {_first_line(error)} ({_place(error)})") from error
 
     def error(self, problem: str) -> PartError:
+        """Return the error that names the part, the problem and the contract."""
         return PartError(f"{self.key} ({self.target}) {problem}; {CONTRACTS[self.kind]}")
 
     def pair(self, result: Any) -> tuple[Any, Any]:
+        """Return the result if it is a pair. Raises PartError."""
         if not isinstance(result, tuple) or len(result) != 2:
             raise self.error(f"returns {_described(result)}")
         return result
 
     def tensor(self, value: Any, *sizes: int, what: str = "", kind: str = "number") -> Tensor:
-        """`value`, if it is a finite tensor of one of the sizes; `kind`: number (bool too), float or bool."""
+        """Return `value` if it is a finite tensor of one of the sizes; `kind`: number (bool too), float or bool."""
         fits = isinstance(value, Tensor) and value.dim() == 1 and len(value) in sizes
         right = fits and {"number": True, "float": value.is_floating_point(), "bool": value.dtype == torch.bool}[kind]
         if not right:
@@ -60,6 +62,7 @@ class Part:
         return value
 
     def without_gradient(self, value: Tensor) -> Tensor:
+        """Return `value` if it has no gradient. Raises PartError."""
         if value.requires_grad:
             raise self.error("returns a tensor with a gradient")
         return value
@@ -92,7 +95,7 @@ def check_parts(config: Config) -> None:
 
 
 def look_of(loss: Mapping[str, Any]) -> Callable[[Tokens], Tensor] | None:
-    """The `look` beside a loss, with the loss's arguments; None if there is none."""
+    """Return the `look` beside a loss, with the loss's arguments; None if there is none."""
     module = loss["_target_"].rpartition(".")[0]
     return (
         instantiate({**loss, "_target_": f"{module}.look"}, _partial_=True)
@@ -101,9 +104,9 @@ def look_of(loss: Mapping[str, Any]) -> Callable[[Tokens], Tensor] | None:
     )
 
 
-def _part(kind: str, key: str, part: Mapping[str, Any]) -> Part:
+def _part(kind: str, key: str, part: Mapping[str, Any]) -> CheckedPart:
     try:
-        return Part(kind, key, part["_target_"], instantiate(part, _partial_=True))
+        return CheckedPart(kind, key, part["_target_"], instantiate(part, _partial_=True))
     except Exception as error:  # whatever the module does when imported
         cause: BaseException = error
         while cause.__cause__ is not None:  # Hydra's own errors wrap it
@@ -113,8 +116,8 @@ def _part(kind: str, key: str, part: Mapping[str, Any]) -> Part:
         ) from error
 
 
-def _check_advantage(part: Part, batch: Scored, with_values: bool) -> Tensor:
-    """The advantages at the tokens, [N]."""
+def _check_advantage(part: CheckedPart, batch: Scored, with_values: bool) -> Tensor:
+    """Return the advantages at the tokens, [N]. Raises PartError."""
     result = part(batch)
     if isinstance(result, tuple) != with_values:
         raise part.error(
@@ -135,7 +138,7 @@ def _check_advantage(part: Part, batch: Scored, with_values: bool) -> Tensor:
     return batch.to_tokens(advantages) if len(advantages) == rollouts else advantages
 
 
-def _check_correction(part: Part, batch: Scored) -> None:
+def _check_correction(part: CheckedPart, batch: Scored) -> None:
     weights, kept = part.pair(part(batch))
     part.without_gradient(part.tensor(weights, len(batch.behaviour_logprobs), what="weights ", kind="float"))
     part.tensor(kept, len(batch.behaviour_logprobs), what="kept ", kind="bool")
@@ -144,7 +147,7 @@ def _check_correction(part: Part, batch: Scored) -> None:
 def _check_loss(algo: AlgoConfig, tokens: Tokens) -> None:
     part, count = _part("loss", "algo.loss", algo.loss), len(tokens.logprobs)
     if look := look_of(algo.loss):
-        seer = Part("look", "algo.loss", algo.loss["_target_"].rpartition(".")[0] + ".look", look)
+        seer = CheckedPart("look", "algo.loss", algo.loss["_target_"].rpartition(".")[0] + ".look", look)
         tokens.look = seer.without_gradient(seer.tensor(seer(tokens), count))
     found = _losses(part, tokens)
     (gradient,) = torch.autograd.grad(found[1].sum(), found[0].logprobs, allow_unused=True)
@@ -162,7 +165,7 @@ def _check_loss(algo: AlgoConfig, tokens: Tokens) -> None:
     _losses(part, _of(tokens, torch.zeros_like(first)))  # a rank may have rows without a token
 
 
-def _losses(part: Part, tokens: Tokens) -> tuple[Tokens, Tensor]:
+def _losses(part: CheckedPart, tokens: Tokens) -> tuple[Tokens, Tensor]:
     tokens = _of(tokens, torch.ones_like(tokens.rollout, dtype=torch.bool))
     tokens.logprobs.requires_grad_()
     losses, numbers = part.pair(part(tokens))
@@ -176,7 +179,7 @@ def _losses(part: Part, tokens: Tokens) -> tuple[Tokens, Tensor]:
     return tokens, losses
 
 
-def _check_aggregation(part: Part, batch: Scored, max_tokens: int) -> None:
+def _check_aggregation(part: CheckedPart, batch: Scored, max_tokens: int) -> None:
     kept = batch.to_tokens(batch.kept)
     weights, divisor = part.pair(part(kept, batch.rollout, max_tokens))
     part.without_gradient(part.tensor(weights, len(kept), what="weights ", kind="float"))
@@ -184,7 +187,7 @@ def _check_aggregation(part: Part, batch: Scored, max_tokens: int) -> None:
         raise part.error(f"returns the divisor {divisor!r}")
 
 
-class _Parts(dict[str, Tensor]):
+class _MadeUpParts(dict[str, Tensor]):
     """The parts of a made-up reward; every name counts as one, since the real reward's names are not yet known."""
 
     def __missing__(self, name: str) -> Tensor:
@@ -225,7 +228,7 @@ def _made_up(config: Config) -> Scored:
         values=noise(tokens) if "values" in wanted else None,
         greedy=noise(rollouts) if "greedy" in wanted else None,
         teacher_logprobs=-0.1 - noise(tokens, 2.0) if "teacher_logprobs" in wanted else None,
-        parts=_Parts(first=first, second=second),
+        parts=_MadeUpParts(first=first, second=second),
     )
 
 

@@ -21,7 +21,7 @@ def refuses(own: dict[str, Any], run: Any) -> Iterator[tuple[str, str]]:
 
 
 def advantages(batch: Scored, weight: float = 1.0, reward: Reward | None = None) -> Tensor:
-    """weight · (log π_teacher − log π_behaviour) at each sampled token → [N], plus an advantage of the rewards where
+    """weight · (log π_teacher − log π_behaviour) at each sampled token → [N], plus an advantage of the rewards if
     `reward` gives one.
 
     On-policy distillation (arXiv 2306.13649 with the reverse KL): the mean is −KL(behaviour ‖ teacher). It uses the

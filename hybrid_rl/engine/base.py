@@ -167,7 +167,8 @@ def check_request(request: Request, sampling: Sampling, capacity: int) -> None:
     if needed > capacity:
         raise EngineError(
             f"request {request.id}: a prompt of {len(request.prompt_ids)} tokens and up to {sampling.max_tokens} "
-            f"new ones need {needed}; the engine has room for {capacity} (rollout.max_prompt_tokens + rollout.max_tokens)"
+            f"new ones need {needed}; the engine has room for {capacity} "
+            "(rollout.max_prompt_tokens + rollout.max_tokens)"
         )
     if len(request.sampled_ids) >= sampling.max_tokens:
         raise EngineError(

@@ -36,7 +36,9 @@ class ValueModel(SideModel):
 
         The last product is float32: half precision has too few digits for its sum.
         """
-        return self._scored(row, lambda hidden, head, targets: linear(hidden.float(), head.weight.float()).sum(-1))
+        return self._body_and_head(
+            row, lambda hidden, head, targets: linear(hidden.float(), head.weight.float()).sum(-1)
+        )
 
     @torch.no_grad()
     def begin_as(self, policy: Policy) -> None:

@@ -34,7 +34,7 @@ DTYPES = {Precision.float32: torch.float32, Precision.bfloat16: torch.bfloat16, 
 PerToken = Callable[[Tensor, nn.Module, Tensor], object]
 
 
-class _Scored(nn.Module):
+class _BodyAndHead(nn.Module):
     """Body and head in one module, so that FSDP keeps the head's parameters whole while logits are computed."""
 
     def __init__(self, model: PreTrainedModel):
@@ -72,7 +72,7 @@ class Policy(Offloaded):
         if ranks.world == 1 and self.dtype == torch.float32:
             assert whole is not None
             self.model = self.sampler = whole.to(device)  # type: ignore[arg-type]
-            self._scored = _Scored(self.model)
+            self._body_and_head = _BodyAndHead(self.model)
             self._units: list[FSDPModule] = []
         else:
             self._shard(whole)
@@ -116,9 +116,9 @@ class Policy(Offloaded):
     def _shard(self, whole: PreTrainedModel | None) -> None:
         size = self.settings.shard or self.ranks.local_world
         self.model, self.sampler = self._empty(), self._empty().eval()
-        self._scored = _Scored(self.model)
+        self._body_and_head = _BodyAndHead(self.model)
         self._units = shard(
-            self._scored, layer_classes(self.model), make_mesh(self.ranks, size, self.device), self.dtype
+            self._body_and_head, layer_classes(self.model), make_mesh(self.ranks, size, self.device), self.dtype
         )
         self.model.to_empty(device=self.device)
         self.model.tie_weights()
@@ -156,7 +156,7 @@ class Policy(Offloaded):
 
     def logprobs(self, row: PackedBatch, temperature: float, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         """Return log π and entropy in nats, [M] float32, of the row's sampled tokens, at the sampling temperature."""
-        return self._scored(
+        return self._body_and_head(
             row,
             lambda hidden, head, targets: token_logprobs(
                 hidden, logits_of(head, self.config), targets, temperature, self.chunk, entropy_gradient
@@ -165,7 +165,7 @@ class Policy(Offloaded):
 
     def cross_entropy(self, row: PackedBatch, label_smoothing: float) -> Tensor:
         """Return the supervised loss, [M] float32 in nats, of the row's target tokens."""
-        return self._scored(
+        return self._body_and_head(
             row,
             lambda hidden, head, targets: token_cross_entropy(
                 hidden, logits_of(head, self.config), targets, label_smoothing, self.chunk

@@ -363,11 +363,11 @@ def _stat(folder: int, name: str) -> list[bytes]:
 
 def _program(request: dict[str, Any], data: Any, stdin: int, outputs: list[int]) -> NoReturn:
     """Run what the model wrote, then os._exit. Errors before the program begins go to the last of `outputs`."""
-    told = 4
+    report = 4
     try:
         for target, descriptor in enumerate((stdin, *outputs)):  # to 0 … 4
             os.dup2(descriptor, target)
-        os.closerange(told + 1, 256)  # init has far fewer
+        os.closerange(report + 1, 256)  # init has far fewer
         _signal.signal(SIGINT, _signal.default_int_handler)
         _thread.stack_size(THREAD_STACK)
         code, function = request["code"], request["function"]
@@ -380,9 +380,9 @@ def _program(request: dict[str, Any], data: Any, stdin: int, outputs: list[int])
             setattr(sys, name, stream)
             setattr(sys, f"__{name}__", stream)
     except BaseException as error:
-        os.write(told, (str(error) or type(error).__name__).encode())
+        os.write(report, (str(error) or type(error).__name__).encode())
         os._exit(1)
-    os.close(told)
+    os.close(report)
     sys.modules.pop(__name__)
     request.clear()
     status = 0
