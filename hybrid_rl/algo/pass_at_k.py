@@ -18,7 +18,7 @@ def refuses(own: dict[str, Any], run: Any) -> Iterator[tuple[str, str]]:
 
 
 def advantages(batch: Scored, k: int = 4) -> Tensor:
-    """Mean of max_S r − max_{S∖i} r over all subsets S ∋ i of k rollouts of the group → [R]: what i adds to the best of k.
+    """Mean of max_S r − max_{S∖i} r over all sets S ∋ i of k rollouts of the group → [R]: what i adds to the best of k.
 
     PKPO's leave-one-out of k − 1 (arXiv 2505.15201, eq. 33) times G/k; with k = G, r_best − r_second for the best and 0
     for the others. Never negative. r = [3, 1, 0, 0], k = 2 gives [8/3, 2/3, 0, 0]; [1, 0, 0, 0] gives [1, 0, 0, 0] for

@@ -95,7 +95,7 @@ class ModelShapes:
     # ---- from SGLang ------------------------------------------------------------------------------------------------
 
     def whole(self, folder: Path) -> dict[str, Tensor]:
-        """Return all weights by the checkpoint's names, from `save_sharded_model`'s files, one per tensor-parallel rank.
+        """Return all weights by the checkpoint's names, from the files of `save_sharded_model`, one per parallel rank.
 
         Raises EngineError for a weight that is stored in another form, or whose copies differ between ranks.
         """
