@@ -1,6 +1,7 @@
 """Reinforcement learning of language models where one process group samples and trains on the same devices.
 
-From Python: `run = hybrid_rl.train("reverse", ["rl.steps=40"])`; `hybrid_rl.Run("outputs/reverse/<run>")` opens an earlier one.
+From Python: `run = hybrid_rl.train("reverse", ["rl.steps=40"])`; `hybrid_rl.Run("outputs/reverse/<run>")` opens an
+earlier one.
 """
 
 from __future__ import annotations

@@ -55,7 +55,8 @@ class Run:
     def rollouts(self, of: int | str) -> pd.DataFrame:
         """Return the rollouts of an RL step, by its number, or of an evaluation, like "eval_rl". Needs pandas.
 
-        docs/runs.md describes the columns. Raises FileNotFoundError if there is no such file (any more: rollout.keep_steps).
+        docs/runs.md describes the columns. Raises FileNotFoundError if there is no such file, or none any more
+        (rollout.keep_steps).
         """
         name = f"step_{of:04d}" if isinstance(of, int) else of
         return cast("pd.DataFrame", _pandas().read_parquet(self.folder / "rollouts" / f"{name}.parquet"))
@@ -64,8 +65,8 @@ class Run:
 def train(recipe: str | None = None, overrides: Sequence[str] = (), config_dir: str | Path | None = None) -> Run:
     """Train as `python -m hybrid_rl.run +recipe=RECIPE OVERRIDES…` does, in this process, and return the run.
 
-    May be called any number of times. Without a recipe an override must be resume=<folder>. Raises ConfigError for a bad
-    setting, before anything loads, and RunError if the run does not reach its end. A sweep is `python -m hybrid_rl.run -m`.
+    May be called any number of times. Without a recipe an override must be resume=<folder>. Raises ConfigError for a
+    bad setting, before anything loads, and RunError if the run does not reach its end. A sweep needs the command.
     """
     from hybrid_rl.preflight.names import split
     from hybrid_rl.preflight.settings import hydra_folders, load, run_dir

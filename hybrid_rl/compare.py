@@ -1,7 +1,7 @@
 """Compare runs: python -m hybrid_rl.compare FOLDER [FOLDER …] prints a table and writes one self-contained HTML page.
 
-A folder is a run's, a sweep's, or a recipe's. Runs whose settings are equal but for the seed form a group; every group is
-compared with the first.
+A folder is a run's, a sweep's, or a recipe's. Runs whose settings are equal but for the seed form a group; every
+group is compared with the first.
 """
 
 from __future__ import annotations

@@ -357,10 +357,10 @@ class TrackerConfig:
     project: str = "hybrid_rl"  # of W&B and trackio; the experiment of MLflow
     name: str = ""  # of the run; empty: <recipe>/<name of its folder>
     tags: list[str] = field(default_factory=list)  # W&B and MLflow
-    offline: bool = (
-        False  # W&B: only files, for `wandb sync`; MLflow: <output_dir>/mlflow.db whatever the environment says
-    )
-    # further arguments, by their names, of wandb.init, trackio.init, tensorboard's SummaryWriter, Accelerate's MLflowTracker
+    # W&B: only files, for `wandb sync`; MLflow: <output_dir>/mlflow.db whatever the environment says
+    offline: bool = False
+    # further arguments, by their names: of wandb.init, trackio.init, TensorBoard's SummaryWriter, or Accelerate's
+    # MLflowTracker
     arguments: dict[str, Any] = field(default_factory=dict)
 
 

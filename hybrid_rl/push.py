@@ -1,7 +1,7 @@
 """Push a run's exported model to the Hugging Face hub: python -m hybrid_rl.push FOLDER USER/NAME.
 
-FOLDER is a run's, whose final/ is pushed, or any exported model's. A repository that does not exist is made, private without
---public. The token is that of `hf auth login` or HF_TOKEN.
+FOLDER is a run's, whose final/ is pushed, or any exported model's. A repository that does not exist is made, private
+without --public. The token is that of `hf auth login` or HF_TOKEN.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class PushError(RuntimeError):
 
 
 def push(folder: Path, repo: str, private: bool = True) -> str:
-    """Upload the model, make the repository if there is none, and return the address of the commit. Raises PushError."""
+    """Upload the model, to a new repository if there is none, and return the commit's address. Raises PushError."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError, LocalTokenNotFoundError
 

@@ -1,4 +1,4 @@
-"""Sweeps: python -m hybrid_rl.run … -m runs every job in a process of its own, by whichever of Hydra's launchers starts it.
+"""Sweeps: python -m hybrid_rl.run … -m runs each job in a process of its own, by whichever launcher Hydra has.
 
 A job that fails is reported, and the others go on. Sweepers that search get the reward of a job's last evaluation.
 """

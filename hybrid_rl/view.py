@@ -1,6 +1,7 @@
-"""Look at a run's rollouts in a browser, while it goes on too: python -m hybrid_rl.view RUN, and open the address that it prints.
+"""Look at a run's rollouts in a browser, while it goes on too: python -m hybrid_rl.view RUN prints an address to open.
 
-The server listens on the loopback interface only. From another machine: ssh -L 8765:127.0.0.1:8765 HOST, and --port 8765.
+The server listens on the loopback interface only. From another machine: --port 8765, and there
+ssh -L 8765:127.0.0.1:8765 HOST.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from hybrid_rl.run_folder.files import plain
 
 FILES = Path(__file__).parent / "report"
 PAGES = {"/": ("view.html", "text/html"), "/view.js": ("view.js", "text/javascript")}
-POLICY = "default-src 'none'; script-src 'self'; style-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'; form-action 'none'"
+POLICY = "default-src 'none'; script-src 'self'; style-src 'unsafe-inline'; connect-src 'self'"
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""Pushing to the hub, up to the requests: a server on the loopback interface stands in for the hub and keeps what it gets."""
+"""Pushing to the hub, up to the requests: a server on the loopback interface stands in for the hub."""
 
 from __future__ import annotations
 

@@ -95,13 +95,13 @@ def config_dir(own: Path | None) -> list[str]:
 
 
 def run_dir(folder: Path, key: str = "hydra.run.dir") -> str:
-    """Return the override of the run's folder, quoted for Hydra's grammar, to which commas, brackets and = mean something."""
+    """Return the override of a folder, quoted because commas, brackets and = have a meaning to Hydra."""
     quoted = str(folder).replace("'", "\\'")
     return f"{key}='{quoted}'"
 
 
 def check_folder(folder: Path, setting: str) -> Path:
-    """Return the folder. Raise ConfigError, which names the setting, when files cannot be written to it, or it cannot be made."""
+    """Return the folder. Raise ConfigError, which names `setting`, if it cannot be made or written to."""
     try:
         there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         if not there.is_dir():

@@ -1,4 +1,4 @@
-"""Write the model card of an exported model: README.md as the Hugging Face hub shows it, and the curve of its reward."""
+"""Write the model card of an exported model: README.md as the Hugging Face hub shows it, and the reward's curve."""
 
 from __future__ import annotations
 

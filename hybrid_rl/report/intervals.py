@@ -8,7 +8,10 @@ from statistics import fmean, stdev
 
 
 def within(t: float, freedom: int) -> float:
-    """Return P(|T| ≤ t) of Student's distribution with `freedom` ≥ 1 degrees: Abramowitz and Stegun, 26.7.3 and 26.7.4."""
+    """Return P(|T| ≤ t) of Student's distribution with `freedom` ≥ 1 degrees.
+
+    Abramowitz and Stegun, 26.7.3 and 26.7.4.
+    """
     angle = math.atan(t / math.sqrt(freedom))
     sine, cosine = math.sin(angle), math.cos(angle)
     if freedom == 1:

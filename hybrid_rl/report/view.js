@@ -218,7 +218,8 @@ function tokens(r) {
     box.append(piece);
   };
   more();
-  box.onscroll = () => { if (drawn < r.tokens.text.length && box.scrollTop + 2 * box.clientHeight > box.scrollHeight) more(); };
+  // as far as one sees, and a screen more
+  box.onscroll = () => { while (drawn < r.tokens.text.length && box.scrollTop + 2 * box.clientHeight > box.scrollHeight) more(); };
   return box;
 }
 
@@ -245,6 +246,7 @@ function draw() {
     columns.append(card);
   }
   $("main").replaceChildren(task, columns);
+  for (const box of columns.querySelectorAll("pre")) box.onscroll?.();
 }
 
 // ---- what the pointer is on

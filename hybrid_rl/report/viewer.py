@@ -44,7 +44,7 @@ class Viewer:
         self._tokenizer: Tokenizer | None = None
 
     def run(self) -> dict[str, Any]:
-        """Return the run's name, whether it is finished, its rollout files in order, and the mean reward of each step."""
+        """Return the run's name, whether it is finished, and its rollout files in order, with the rewards of steps."""
         run = read_run(self.folder)
         files = sorted((self.folder / "rollouts").glob("[!.]*.parquet"), key=lambda f: _place(f.stem))
         rewards = {f"step_{r['step']:04d}": r.get("reward") for r in run.rl}
@@ -85,7 +85,9 @@ class Viewer:
         table = self._table(file)
         if len(rows) > MOST or any(not 0 <= row < table.num_rows for row in rows):
             raise Unknown(f"{file} has no such rows, or more than {MOST} were asked for")
-        return [self._rollout(row, record) for row, record in zip(rows, table.take(rows).to_pylist(), strict=True)]
+        return [
+            self._rollout(row, record) for row, record in zip(rows, table.take(list(rows)).to_pylist(), strict=True)
+        ]
 
     def _rollout(self, row: int, record: dict[str, Any]) -> dict[str, Any]:
         start, mask = record["prompt_length"], record["loss_mask"]

@@ -1,4 +1,4 @@
-"""Keep in origin.json how a run was started: the command, and the state of the git repository that it was started in."""
+"""Keep in origin.json how a run was started: the command, and the state of the git repository around it."""
 
 from __future__ import annotations
 

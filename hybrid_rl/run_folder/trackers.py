@@ -1,8 +1,8 @@
-"""Send what metrics.jsonl gets to an experiment tracker too: TensorBoard, W&B, MLflow or trackio, by Accelerate's trackers.
+"""Send what metrics.jsonl gets to an experiment tracker too: TensorBoard, W&B, MLflow or trackio, through Accelerate.
 
-A thread of its own talks to the tracker, so that no step waits for a network, and a tracker that fails never ends a run.
-tracker.json in the run's folder names the tracker's run and counts the lines it has, so that a resumed run goes on in it.
-Only rank 0 tracks. This module imports neither accelerate nor torch before a tracker is opened.
+A thread of its own talks to the tracker, so that no step waits for a network, and a tracker that fails never ends a
+run. tracker.json in the run's folder names the tracker's run and counts the lines it has, so that a resumed run goes on
+in it. Only rank 0 tracks. This module imports neither accelerate nor torch before a tracker is opened.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def missing(kind: TrackerKind) -> str:
 def open_tracker(
     config: Config, folder: Path, facts: Mapping[str, Any], resumed: bool, say: Callable[[str], None]
 ) -> Tracker | None:
-    """Begin to track a run, or go on with what its folder says; None if there is no tracker, or if it fails, which is said.
+    """Begin to track a run, or go on with what its folder says; None without a tracker, or if it fails, with a note.
 
     `facts` (git state, versions, …) are stored beside the settings.
     """
@@ -144,7 +144,7 @@ def settings(config: Config) -> dict[str, Any]:
 
 
 def numbers(stage: str, values: Mapping[str, Any]) -> dict[str, float]:
-    """Return the finite numbers of a line of metrics.jsonl by name: rl/reward, rl/seconds/update, eval/reward, eval_base/reward."""
+    """Return the finite numbers of a line of metrics.jsonl by name, like rl/seconds/update and eval_base/reward."""
     name = values.get("name")
     prefix = f"{stage}_{name}" if stage == "eval" and name not in ("step", "rl") else stage
     flat = _flat(plain(dict(values)), "/", f"{prefix}/")

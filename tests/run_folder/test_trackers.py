@@ -1,4 +1,4 @@
-"""Trackers beside metrics.jsonl: what they get, in the formats of the real libraries; and that a failing one never ends a run."""
+"""Trackers beside metrics.jsonl: what the real libraries get, and that one that fails never ends a run."""
 
 from __future__ import annotations
 
