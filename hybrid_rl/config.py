@@ -273,6 +273,8 @@ class RolloutConfig:
     reward_workers: int = bounded(1, least=1)  # processes that compute rewards while the engine generates
     reward_timeout: float = bounded(10.0, above=0)  # seconds for one reward
     reward_start_timeout: float = bounded(60.0, above=0)  # seconds for a worker to load the reward function
+    # completions that an async or batched reward gets at a time, at most; others get one
+    reward_batch: int = bounded(16, least=1)
     # share of a step's rewards that may fail (raise, time out, …) without ending the run
     max_reward_failures: float = bounded(0.5, least=0, most=1)
 
@@ -334,6 +336,7 @@ class EvalConfig:
 
     temperature: float = bounded(1.0, least=0)
     samples: int = bounded(1, least=1)  # completions per task; their mean counts
+    greedy: bool = False  # also decode each task greedily, once, and report that beside the samples
     max_tasks: int = bounded(0, least=0)  # 0: every held-out task
     # a sample with at least this reward is correct, as pass@k counts it
     pass_reward: float = bounded(1.0, least=-1000000.0, most=1000000.0)
@@ -370,7 +373,8 @@ class Config:
     # _target_: a function that returns hybrid_rl.data.TaskSets; the other keys are its arguments, except
     # template_arguments: variables of the model's chat template, like {enable_thinking: false}
     data: dict[str, Any] = field(default_factory=lambda: {"template_arguments": {}})
-    reward: dict[str, Any] = field(default_factory=dict)  # _target_: a function (completion, task) → reward
+    # _target_: a function (completion, task) → reward, or several by name with their weights: docs/rewards.md
+    reward: dict[str, Any] = field(default_factory=dict)
     sft: SftConfig = field(default_factory=SftConfig)
     rl: RlConfig = field(default_factory=RlConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

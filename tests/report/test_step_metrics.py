@@ -171,7 +171,7 @@ def test_pass_at_k_of_many_samples(n: int, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize(("n", "c", "k"), [(4, 2, 5), (4, 2, 0), (0, 0, 1), (4, 5, 1), (4, -1, 1)])
 def test_pass_at_k_of_what_cannot_be(n: int, c: int, k: int) -> None:
-    with pytest.raises(ValueError, match=str(k) if k != 1 or n == 0 else "cannot be right"):
+    with pytest.raises(ValueError, match=str(k) if k != 1 or n == 0 else "cannot be correct"):
         pass_at_k(n, c, k)
 
 
@@ -368,3 +368,44 @@ def test_what_alarms_remember_does_not_grow_with_the_run() -> None:
     begun([sound() for _ in range(200)], alarms)
     assert len(json.dumps(alarms.state())) == size
     assert [len(values) for values in alarms.state()["first"].values()] == [FIRST, FIRST]
+
+
+def parting(reward: Iterable[float], gold: Iterable[float]) -> list[dict[str, object]]:
+    return [{"reward": r, "measures": {"gold": g}} for r, g in zip(reward, gold, strict=True)]
+
+
+NOISE = [0.003, -0.002, 0.001, -0.003, 0.002] * 8
+
+
+def test_a_reward_that_is_gamed_is_told_by_what_is_not_paid() -> None:
+    """The reward rises on, its gold falls: slowly, after they rose together."""
+    together = parting([0.1 + 0.02 * i + NOISE[i] for i in range(20)], [0.05 + 0.02 * i + NOISE[i] for i in range(20)])
+    apart = parting([0.5 + 0.01 * i + NOISE[i] for i in range(20)], [0.43 - 0.01 * i - NOISE[i] for i in range(20)])
+    found = begun([*together, *apart])
+    assert [name for _, name in found] == ["measure:gold"]
+    assert 24 <= found[0][0] <= 30
+    alarms = Alarms()
+    for values in together:
+        alarms.check(values)
+    resumed = Alarms()
+    resumed.restore(json.loads(json.dumps(alarms.state())))
+    assert [(n + 20, name) for n, name in begun(apart, resumed)] == found
+    (line,) = [line for values in apart for line in alarms.check(values).values()]
+    assert line.startswith("measure gold fell to 0.")
+    assert "the reward is gamed" in line
+
+
+@pytest.mark.parametrize(
+    ("reward", "gold"),
+    [
+        ([0.5] * 40, [0.5] * 40),
+        ([0.5 + n for n in NOISE], [0.5 - n for n in NOISE]),  # noise alone, even if opposed
+        (
+            [0.5 - 0.01 * i for i in range(40)],
+            [0.5 - 0.01 * i for i in range(40)],
+        ),  # a run that gets worse is not gamed
+        ([0.01 * i for i in range(40)], [0.0] * 40),
+    ],
+)
+def test_what_is_no_gaming(reward: list[float], gold: list[float]) -> None:
+    assert begun(parting(reward, gold)) == []
