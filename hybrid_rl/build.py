@@ -68,7 +68,7 @@ def build(start: Start) -> Session:
     now = ranks.from_main(lambda: read_clock(folder) if resumed else start_clock(folder))
     checked = ranks.from_main(lambda: _check_prompts(tasks, model_folder, config, now))
     sizes = ranks.from_main(lambda: measure(config, model_folder))
-    start.notes.extend(checked.notes)
+    start.notes.extend([*tasks.notes, *checked.notes])
     start.notes.extend(ranks.from_main(lambda: check_lengths(config, sizes, checked.longest)))
     ranks.from_main(lambda: check_budget(config, sizes, device, ranks, folder))
     with phase("reward check", loading=True):

@@ -86,7 +86,7 @@ def print_plan(config: Config, folder: Path, console: Console, ranks: Ranks) -> 
         f"prompts of {min(prompts)} to {max(prompts)} tokens"
     )
     removed = removed_signal(config.algo.advantage, config.algo.silent_by)
-    for note in [*notes, *checked.notes, *lengths, *filter(None, [removed])]:
+    for note in [*notes, *tasks.notes, *checked.notes, *lengths, *filter(None, [removed])]:
         console.say(f"note       {note}")
     prompt = statistics.fmean(prompts)
     if config.sft.steps:

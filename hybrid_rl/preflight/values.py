@@ -131,8 +131,22 @@ def _part_problems(key: str, c: DictConfig) -> Iterator[tuple[str, str]]:
             )
     if problem := target_problem(node, called_with):
         yield problem[0] and f"{key}.{problem[0]}", problem[1]
+    elif key == "data":
+        for place, inner in _inner_targets(node, key):  # functions that return rows
+            if problem := target_problem(inner, ()):
+                yield f"{place}.{problem[0]}", problem[1]
     elif key.startswith("algo."):
         yield from problems(key, node, c)
+
+
+def _inner_targets(node: Any, place: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (key, node) of every function that the arguments of a function name."""
+    children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for name, child in children:
+        key = f"{place}[{name}]" if isinstance(node, list) else f"{place}.{name}"
+        if isinstance(child, dict) and "_target_" in child:
+            yield key, child
+        yield from _inner_targets(child, key)
 
 
 def _reward_problems(parts: dict[Any, Any]) -> Iterator[tuple[str, str]]:

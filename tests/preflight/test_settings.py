@@ -407,7 +407,21 @@ def test_the_rewards_of_hybrid_rl_are_its_own_parts(tmp_path):
     for function in ("os.system", "tests.composed_rewards.trl_text"):
         saved = {"reward": {"_target_": "hybrid_rl.rewards.Trl", "function": function}}
         if function == "os.system":
-            with pytest.raises(ConfigError, match="function=os.system is not defined by hybrid_rl's parts"):
+            with pytest.raises(ConfigError, match=r"function=os\.system is not defined by hybrid_rl's parts"):
                 check_saved_targets(saved, tmp_path, set())
         else:
             check_saved_targets(saved, tmp_path, set())
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("data.rl={rows:{_target_:tests.data.test_sources.row}}", "data.rl.rows._target_=.*: tests.data.test_sources defines no 'row'"),
+        ("data.rl=[{rows:{_target_:tests.data.test_sources.rows}}]", r"data.rl\[0\].rows.count=.*: is missing, and tests.data.test_sources.rows needs it"),
+    ],
+)  # fmt: skip
+def test_functions_inside_the_data_are_checked(override, expected, tmp_path):
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_text(PARTS)
+    with pytest.raises(ConfigError, match=f"^{expected}"):
+        load(["+recipe=mine", override], tmp_path)
