@@ -1,7 +1,8 @@
-"""Memory that a rank gives back while the engine samples: tensors that wait on the host, and torch's cached blocks."""
+"""Free GPU memory while the engine samples: move tensors to the host, and return torch's cached blocks."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -9,27 +10,28 @@ from torch import Tensor
 
 
 def release_cached(device: torch.device) -> None:
-    """Give the GPU what torch has freed but keeps: an engine in another process could not have it otherwise."""
+    """Return torch's cached blocks to the GPU: an engine in another process could not use them otherwise."""
     if device.type == "cuda":
         torch.cuda.ipc_collect()
         torch.cuda.empty_cache()
 
 
-class Offloaded:
-    """Has tensors that can wait in host memory, their own memory given back; every view of them stays valid.
+class Offloaded(ABC):
+    """Base of what can move its tensors to host memory and free their own; every view of them stays valid.
 
-    A subclass says which tensors (asked at each `park`) and whether they wait at all. Both calls may be repeated.
+    A subclass says which tensors move (asked at each `park`) and whether any move at all. `park` and `unpark` may be
+    repeated.
     """
 
     _homes: Sequence[tuple[torch.UntypedStorage, Tensor]] = ()
 
+    @abstractmethod
     def waits(self) -> bool:
         """Return whether `park` moves anything."""
-        raise NotImplementedError
 
+    @abstractmethod
     def waiting(self) -> Iterable[Tensor]:
-        """Return the tensors to move, plain ones."""
-        raise NotImplementedError
+        """Return the tensors to move, plain ones (no DTensors)."""
 
     def park(self) -> None:
         """Move the contents to host memory, unless they wait there already."""
@@ -39,7 +41,7 @@ class Offloaded:
         self._homes = [(storage, _to_host(storage)) for storage in storages.values()]
 
     def unpark(self) -> None:
-        """Bring the contents back, if they wait."""
+        """Move the contents back to their device, if they wait."""
         for storage, host in self._homes:
             storage.resize_(len(host))
             _bytes(storage).copy_(host)
