@@ -29,8 +29,8 @@ ROUNDING = 1e-9  # 0.7 + 0.2 + 0.1 is a little less than 1: a reward of weighted
 def evaluate(s: Session, name: str, step: int = 0) -> float:
     """Return the mean reward over the held-out tasks; each task has the same random stream at every evaluation.
 
-    With eval.greedy each task is also decoded greedily, once. A failed reward counts as 0 and is reported: without it the
-    mean would be too high. The engine must be awake.
+    With eval.greedy each task is also decoded greedily, once. A failed reward counts as 0 and is reported: without it
+    the mean would be too high. The engine must be awake.
     """
     config, rollout = s.config.eval, s.config.rollout
     tasks = list(s.tasks.eval)[: config.max_tasks or None]
@@ -82,10 +82,10 @@ def evaluate(s: Session, name: str, step: int = 0) -> float:
 def scores(groups: Sequence[Group], pass_reward: float) -> dict[str, Any]:
     """Return the scores of the groups, which have one size n; a rollout without a reward counts as 0.
 
-    reward: the mean, avg@n, and interval: its 95 % interval over tasks. correct: share of samples whose reward is at least
-    `pass_reward`. measures: the mean of each. If n > 1, pass_at: for k = 1, 2, 4, … ≤ n the probability that k samples hold a right
-    one, a mean over tasks, and maj_at n: see `majority`. If tasks have two sources or more, sources: mean reward of each, and
-    by_source: all of this for each.
+    reward: the mean, avg@n, and interval: its 95 % interval over tasks. correct: share of samples whose reward is at
+    least `pass_reward`. measures: the mean of each. If n > 1, pass_at: for k = 1, 2, 4, … ≤ n the probability that k
+    samples hold a right one, a mean over tasks, and maj_at n: see `majority`. If tasks have two sources or more,
+    sources: mean reward of each, and by_source: all of this for each.
     """
     found = _scores(groups, pass_reward)
     sources = sorted({group.task.source or "unnamed" for group in groups})
@@ -139,9 +139,9 @@ def interval(values: Sequence[float]) -> list[float] | None:
 
 
 def majority(group: Group, pass_reward: float) -> float | None:
-    """Return the share of right samples among those that give the task's most frequent answer; several such answers count alike.
+    """Return the share of right samples among those that give the task's most frequent answer.
 
-    The answers are those that the reward extracted; None without any.
+    Several answers that are as frequent count alike. The answers are those that the reward extracted; None without any.
     """
     votes = Counter(r.extracted for r in group.rollouts if r.extracted is not None)
     most = max(votes.values(), default=0)

@@ -1,4 +1,4 @@
-"""Tasks from data of your own: files, Hugging Face datasets, Python functions and mixtures, without a loader of your own.
+"""Tasks from data of your own: files, Hugging Face datasets, Python functions and mixtures of them.
 
     data: {_target_: hybrid_rl.data.files.load_tasks, rl: train.jsonl, eval: test.jsonl}
 
@@ -70,23 +70,26 @@ def load_tasks(
     columns: Sequence[str] | None = None,
     duplicates: Literal["refuse", "drop"] = "refuse",
 ) -> TaskSets:
-    """Return the tasks of each set, from one source or a list of them; relative paths are relative to where the command runs.
+    """Return the tasks of each set, from one source or a list of them.
 
-    A source is a .jsonl, .csv or .parquet file, a folder or hub name of Hugging Face datasets (nothing is downloaded), rows that a Python
-    function returned ({_target_: my_data.rows}), or an entry with more to say: {path or rows, subset, split, take (the first so many tasks),
-    name (the source that its tasks are of)}, and any of the following for it alone. `prompt` … `source` name the keys (or columns) of a row,
-    inner ones by a path with dots (answer=reward_model.ground_truth):
+    Relative paths begin where the command runs. A source is a .jsonl, .csv or .parquet file, a folder or hub name of Hugging Face datasets (nothing is downloaded),
+    rows that a Python function returned ({_target_: my_data.rows}), or an entry with more to say: {path or rows,
+    subset, split, take (the first so many tasks), name (the source that its tasks are of)}, and any of the following
+    for it alone. `prompt` … `source` name the keys (or columns) of a row, inner ones by a path with dots
+    (answer=reward_model.ground_truth):
 
-    - prompt: a text, which becomes one user message, or a list of {role, content}. A row without it may have the list under `messages`.
-    - answer: what the reward compares with. A text is taken as it is, any other value as its JSON text. answer=null: there is none, "".
+    - prompt: a text, which becomes one user message, or a list of {role, content}. A row without it may have the list
+      under `messages`.
+    - answer: what the reward compares with. A text is taken as it is, any other value as its JSON text. answer=null:
+      there is none, "".
     - demonstration: what SFT imitates; each row of the sft file must have one.
-    - id: a text or a whole number, unique in its source; by default a hash of prompt and answer. The task's id is rl/<id>, eval/<id>,
-      sft/<id>, with the name of its source before the row's own id.
+    - id: a text or a whole number, unique in its source; by default a hash of prompt and answer. The task's id is
+      rl/<id>, eval/<id>, sft/<id>, with the name of its source before the row's own id.
     - source: where the task is from; evaluations then also report each source.
     - columns: which other keys a task keeps, as task.columns, for the reward; by default all but those that hold bytes.
 
-    `system_prompt` goes before every prompt that does not begin with a system message. A prompt of the eval set may be in no other set,
-    and a task in a set once; duplicates="drop" leaves out the later one, and counts it.
+    `system_prompt` goes before every prompt that does not begin with a system message. A prompt of the eval set may be
+    in no other set, and a task in a set once; duplicates="drop" leaves out the later one, and counts it.
 
     Raises DataError, in one line, with file, line (or row), key, value and what to do.
     """
@@ -107,15 +110,15 @@ def load_tasks(
                 problem = (
                     f"has {own} as {first}; remove one of them, or give each another"
                     if own
-                    else f"has the same prompt and answer as {first}; remove one of them, give each an {id!r} of its own, or set "
-                    "data.duplicates=drop"
+                    else f"has the same prompt and answer as {first}; remove one of them, give each an {id!r} of its own, "
+                    "or set data.duplicates=drop"
                 )
             elif name == "eval":
                 held_out.setdefault(digest, place)
             elif digest in held_out:
                 problem = (
-                    f"has the prompt of {held_out[digest]}; what evaluations measure must not be trained on: remove one, or set "
-                    "data.duplicates=drop"
+                    f"has the prompt of {held_out[digest]}; what evaluations measure must not be trained on: remove one, "
+                    "or set data.duplicates=drop"
                 )
             if problem and (duplicates == "refuse" or (own and first != place)):
                 raise DataError(f"{place}: {problem}")

@@ -1,4 +1,4 @@
-"""Rows of .jsonl, .csv and .parquet files and of Arrow tables, read under bounds: a small file must not fill the memory.
+"""Rows of .jsonl, .csv and .parquet files and Arrow tables, read under bounds: a small file must not fill the memory.
 
 A file's own first bytes say whether it is gzip or parquet; its name decides otherwise.
 """
@@ -33,15 +33,17 @@ Row = dict[str, Any]
 
 
 def read_rows(setting: str, path: Path, keys: Collection[str], every: bool) -> Iterator[tuple[str, Row, list[str]]]:
-    """Yield (place, row, names of columns that were not read), one row at a time; `setting` is the key that names the file.
+    """Yield (place, row, names of columns that were not read), one row at a time.
+
+    `setting` is the key that names the file.
 
     Of a parquet file the columns that hold `keys` are read, and where `every` all others whose values JSON can hold.
     Raises DataError, in one line, for a file that cannot be read and for one that opens to far more than its size.
     """
     if not path.name.endswith(FILES):
         raise DataError(
-            f"{setting}={path}: must be a file that ends in .jsonl (one JSON object a line), .csv (names in its first row), .jsonl.gz, "
-            ".csv.gz or .parquet, or a folder or hub name (owner/name) of datasets"
+            f"{setting}={path}: must be a file that ends in .jsonl (one JSON object a line), .csv (names in its first "
+            "row), .jsonl.gz, .csv.gz or .parquet, or a folder or hub name (owner/name) of datasets"
         )
     try:
         with path.open("rb") as file:
@@ -150,7 +152,7 @@ DECODER = json.JSONDecoder(object_pairs_hook=_once, parse_constant=_no_number)
 
 
 def _csv_rows(path: Path, file: IO[bytes]) -> Iterator[tuple[str, Row, list[str]]]:
-    """Yield rows whose values are all texts; an empty field of a row is "". Line breaks inside quotes belong to their field."""
+    """Yield rows of texts; an empty field is "". Line breaks inside quotes belong to their field."""
     csv.field_size_limit(LONGEST_LINE)
     opened, reader = _Opened(path), None
 
@@ -167,7 +169,8 @@ def _csv_rows(path: Path, file: IO[bytes]) -> Iterator[tuple[str, Row, list[str]
         for fields in reader:
             if len(fields) not in (0, len(names)):
                 raise DataError(
-                    f"{path}, line {reader.line_num}: has {len(fields)} fields, and the first row names {len(names)}; quote fields that hold commas"
+                    f"{path}, line {reader.line_num}: has {len(fields)} fields, and the first row names {len(names)}; "
+                    "quote fields that hold commas"
                 )
             if fields:
                 yield f"line {reader.line_num}", dict(zip(names, fields, strict=True)), []
@@ -208,7 +211,7 @@ def _wanted(where: str, schema: pa.Schema, keys: Collection[str], every: bool) -
 def arrow_rows(
     where: str, schema: pa.Schema, batches: Iterable[pa.RecordBatch], keys: Collection[str], every: bool
 ) -> Iterator[tuple[str, Row, list[str]]]:
-    """Yield (place, row, names of columns that were not read) of Arrow batches that hold `schema`'s columns, or the wanted ones alone."""
+    """Yield what read_rows does of Arrow batches, which hold the columns of `schema` or the wanted ones alone."""
     wanted, number = _wanted(where, schema, keys, every), 0
     others = [name for name in schema.names if name not in wanted]
     for batch in batches:

@@ -1,4 +1,4 @@
-"""Where rows of tasks come from: files, folders and hub names of Hugging Face datasets, Python functions, and lists of them.
+"""Where rows of tasks come from: files, Hugging Face datasets in folders or by hub name, Python functions, lists of these.
 
 Nothing is downloaded: a data set that is not on this disk ends in one line that says how to fetch it.
 """
@@ -46,8 +46,8 @@ def sources(set_name: str, given: Any, mapping: Collection[str]) -> list[Source]
     if isinstance(given, Iterable):
         return [_source(set_name, key, {"rows": given}, mapping)]
     raise DataError(
-        f"{key}={short(given)}: must be the path of a {', '.join(FILES[:-1])} or {FILES[-1]} file, a folder or hub name of datasets, "
-        "rows, or a list of entries like {path: train.jsonl, name: maths}"
+        f"{key}={short(given)}: must be the path of a {', '.join(FILES[:-1])} or {FILES[-1]} file, "
+        "a folder or hub name of datasets, rows, or a list of entries like {path: train.jsonl, name: maths}"
     )
 
 
@@ -88,12 +88,14 @@ def _source(set_name: str, key: str, given: str | Mapping[str, Any], mapping: Co
 def _python_rows(key: str, rows: object) -> Rows:
     if isinstance(rows, str | Mapping) or not isinstance(rows, Iterable):
         raise DataError(
-            f"{key}: its function returned {kind_of(rows)}; it must return rows, each an object like {{'prompt': …, 'answer': …}}"
+            f"{key}: its function returned {kind_of(rows)}; it must return rows, "
+            "each an object like {'prompt': …, 'answer': …}"
         )
     for number, row in enumerate(rows, 1):
         if not isinstance(row, Mapping):
             raise DataError(
-                f"{key}, row {number}: is {kind_of(row)} ({short(row)}); a row is an object like {{'prompt': …, 'answer': …}}"
+                f"{key}, row {number}: is {kind_of(row)} ({short(row)}); "
+                "a row is an object like {'prompt': …, 'answer': …}"
             )
         yield f"row {number}", dict(row), []
 
@@ -116,8 +118,8 @@ def _dataset(set_name: str, key: str, path: str, subset: str | None, split: str 
         import datasets
     except ImportError as error:
         raise DataError(
-            f"{key}={path}: folders and hub names are read by datasets, which is not installed; pip install -e '.[data]', "
-            "or name a .jsonl, .parquet or .csv file"
+            f"{key}={path}: folders and hub names are read by datasets, which is not installed; "
+            "pip install -e '.[data]', or name a .jsonl, .parquet or .csv file"
         ) from error
     folder = Path(path)
     saved = any((folder / file).is_file() for file in ("dataset_dict.json", "state.json"))  # of save_to_disk
@@ -130,8 +132,8 @@ def _dataset(set_name: str, key: str, path: str, subset: str | None, split: str 
             raise DataError(f"{key}={path}: datasets cannot read the folder: {_first_line(error)}") from error
         name = folder.name
         raise DataError(
-            f"{key}={path}: is no file or folder here, and not in the cache of datasets ({_first_line(error)}). Fetch it once: "
-            f"hf download {path} --repo-type dataset --local-dir {name}; then set {key}={name}"
+            f"{key}={path}: is no file or folder here, and not in the cache of datasets ({_first_line(error)}). "
+            f"Fetch it once: hf download {path} --repo-type dataset --local-dir {name}; then set {key}={name}"
         ) from error
     if not isinstance(found, datasets.DatasetDict):
         if split:

@@ -92,7 +92,7 @@ def _bound_otherwise(tree: ast.Module, name: str) -> bool:
 
 
 def _defined(target: str) -> tuple[str, str]:
-    """Return (module, name) of a target; a package of hybrid_rl's own that only imports the name is followed to its definition."""
+    """Return (module, name) of a target, with a name that a package of hybrid_rl imports followed to its definition."""
     module, _, name = target.rpartition(".")
     source = source_of(module) if module.startswith("hybrid_rl.") else None
     if source is not None and source.name == "__init__.py":

@@ -158,7 +158,7 @@ class Alarms:
                 yield f"part:{name}", line if lasting >= self.steps else ""
 
     def _measures(self, values: dict[str, Any]) -> Iterator[tuple[str, str]]:
-        """Compare each measure's newest WINDOW steps with its best ones: a reward that rises while it falls is gamed."""
+        """Compare each measure's newest steps with its best ones: a reward that rises while it falls is gamed."""
         for name, measure in values.get("measures", {}).items():
             recent = [*self._recent.get(name, []), [measure, values["reward"]]][-WINDOW:]
             self._recent[name] = recent
@@ -170,9 +170,9 @@ class Alarms:
             (measures, rewards), (best_measures, best_rewards) = zip(*recent, strict=True), zip(*best, strict=True)
             parted = _change(best_measures, measures) < -self.parting and _change(best_rewards, rewards) > self.parting
             line = (
-                f"measure {name} fell to {statistics.fmean(measures):.3g} from {statistics.fmean(best_measures):.3g} while the reward rose "
-                f"to {statistics.fmean(rewards):.3g} from {statistics.fmean(best_rewards):.3g} (means of {WINDOW} steps, limit "
-                f"{self.parting:g} standard errors): the reward is gamed; read the rollouts with the largest reward"
+                f"measure {name} fell to {statistics.fmean(measures):.3g} from {statistics.fmean(best_measures):.3g} "
+                f"while the reward rose to {statistics.fmean(rewards):.3g} from {statistics.fmean(best_rewards):.3g} "
+                f"(means of {WINDOW} steps, limit {self.parting:g} standard errors): the reward is gamed; read the rollouts with the largest reward"
             )
             yield f"measure:{name}", line if parted else ""
 

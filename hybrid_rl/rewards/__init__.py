@@ -1,6 +1,7 @@
-"""Rewards to name in settings: `reward: {_target_: hybrid_rl.rewards.exact}`. The table and how to compose them: docs/rewards.md.
+"""Rewards to name in settings: `reward: {_target_: hybrid_rl.rewards.exact}`. How to compose them: docs/rewards.md.
 
-Each is a function (completion, task) or a class that is made once in each worker and then called so. None imports torch.
+Each is a function (completion, task) or a class that is made once in each worker and then called so. None imports
+torch.
 """
 
 from hybrid_rl.rewards.judge import Judge

@@ -30,10 +30,11 @@ AGAIN = (408, 429, 500, 502, 503, 504)  # HTTP states of a server that may answe
 class Judge:
     """Pay a judge's score, from 0 to 1.
 
-    url: of an OpenAI-compatible API, up to /v1; model: its name there. prompt: may hold {question} (the task's last message),
-    {answer} and {completion}. pattern: its last match's first group is the score, between 0 and `best`; without a match, or with a
-    number outside, the reward fails. key: the environment variable that holds the API's key. tries: requests to a busy server.
-    rollout.reward_timeout holds for all of it, and rollout.reward_batch completions are judged at a time.
+    url: of an OpenAI-compatible API, up to /v1; model: its name there. prompt: may hold {question} (the task's last
+    message), {answer} and {completion}. pattern: its last match's first group is the score, between 0 and `best`;
+    without a match, or with a number outside, the reward fails. key: the environment variable that holds the API's key.
+    tries: requests to a busy server. rollout.reward_timeout holds for all of it, and rollout.reward_batch completions
+    are judged at a time.
     """
 
     def __init__(

@@ -26,9 +26,9 @@ def last_number(text: str) -> Fraction | None:
 
 
 def numeric(completion: str, task: Task, within: str | None = None, tolerance: float = 0.0) -> Scored:
-    """Pay 1 if the last number of the answer is that of task.answer, up to `tolerance` (relative). within: see `find_answer`.
+    """Pay 1 if the last number of the answer is that of task.answer, up to `tolerance` (relative).
 
-    Raises ValueError if task.answer holds no number. Digits group by commas; a % or unit beside a number is ignored.
+    within: see `find_answer`. Raises ValueError if task.answer holds no number. Digits group by commas; a % or unit beside a number is ignored.
     """
     truth = last_number(task.answer)
     if truth is None:

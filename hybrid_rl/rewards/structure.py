@@ -14,7 +14,7 @@ NONE: Any = object()
 
 
 def read_json(completion: str) -> Any:
-    """Return the JSON value of the last fenced block, or of the whole completion without one; NONE if that is no JSON."""
+    """Return the JSON value of the last fenced block, or without one of the whole completion; NONE if it is no JSON."""
     blocks = BLOCK.findall(completion)
     try:
         return json.loads(blocks[-1] if blocks else completion)
@@ -58,7 +58,8 @@ class JsonSchema:
 def json_fields(completion: str, task: Task) -> tuple[float, dict[str, float]]:
     """Pay the share of the fields of task.answer, a JSON object, that the completion's object has with the same value.
 
-    A field too many counts as a wrong one. Measure: exact, whether all are right. Raises ValueError if task.answer is no object.
+    A field too many counts as a wrong one. Measure: exact, whether all are right. Raises ValueError if task.answer is
+    no object.
     """
     truth = json.loads(task.answer)
     if not isinstance(truth, dict) or not truth:

@@ -13,8 +13,8 @@ Scored = tuple[float, dict[str, str | None]]  # a reward, and the answer that it
 def find_answer(completion: str, within: str | None) -> str | None:
     r"""Return the text of the answer, stripped; None if there is none.
 
-    within: null, the whole completion; "boxed", the last \boxed{…}; "####", what follows the last ####, in its line; any other
-    text, the last pair of tags of that name, as <answer>…</answer>.
+    within: null, the whole completion; "boxed", the last \boxed{…}; "####", what follows the last ####, in its line;
+    any other text, the last pair of tags of that name, as <answer>…</answer>.
     """
     if within is None:
         return completion.strip()
@@ -59,6 +59,6 @@ def similarity(completion: str, task: Task, within: str | None = None) -> Scored
 
 
 def matches(completion: str, task: Task, pattern: str, whole: bool = True) -> float:
-    """Pay 1 if the regular expression matches the whole completion (whole=false: some place in it); . matches line breaks."""
+    """Pay 1 if the pattern matches the whole completion (whole=false: some place in it); . matches line breaks."""
     expression = re.compile(pattern, re.DOTALL)  # kept by re
     return float((expression.fullmatch if whole else expression.search)(completion) is not None)

@@ -12,11 +12,11 @@ from hybrid_rl.types import Task
 
 
 class Trl:
-    """Pay what a function of TRL's form pays: (prompts, completions, **columns) → a list of numbers, None for "does not apply".
+    """Pay what a function of TRL's form pays: (prompts, completions, **columns) → list of numbers.
 
-    function: its path, module.function. It gets lists, by name: prompts, completions, answer, and each key of task.columns.
-    messages: whether prompts and completions are lists of {role, content}, as TRL gives them for chats; false: completions are
-    texts, and a prompt is the text of its last message.
+    None in the list means that it does not apply. function: its path, module.function. It gets lists, by name: prompts, completions, answer, and each key of
+    task.columns. messages: whether prompts and completions are lists of {role, content}, as TRL gives them for chats;
+    false: completions are texts, and a prompt is the text of its last message.
     """
 
     def __init__(self, function: str, messages: bool = True):

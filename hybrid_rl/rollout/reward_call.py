@@ -30,7 +30,7 @@ WEIGHT, SOURCES = "weight", "sources"
 
 @dataclass(frozen=True, slots=True)
 class RewardFault:
-    """What a reward did instead of giving a number: `kind` is what faults are counted by, `text` what a person reads."""
+    """What a reward did instead of giving a number: faults are counted by `kind`; `text` is for a person."""
 
     kind: str
     text: str
@@ -67,8 +67,8 @@ class _Refused(Exception):
 class Reward:
     """The functions of a `reward` section, loaded: one with `_target_`, or several by name, each with a weight.
 
-    A named part may have `weight` (1 by default; 0: logged as a measure and not paid) and `sources`, the sources of tasks that it
-    applies to (all by default).
+    A named part may have `weight` (1 by default; 0: logged as a measure and not paid) and `sources`, the sources of
+    tasks that it applies to (all by default).
     """
 
     def __init__(self, section: Mapping[str, Any]):
@@ -122,7 +122,7 @@ class Reward:
 
 
 class _Part:
-    """One function, or an object of a class, with its weight and the sources that it applies to. Raises what loading it raises."""
+    """One function, or an object of a class, with its weight and its sources. Raises what loading it raises."""
 
     def __init__(self, node: Mapping[str, Any]):
         given = {key: value for key, value in node.items() if key not in (WEIGHT, SOURCES)}
@@ -221,7 +221,7 @@ ANSWER = "answer"  # the measure that may be a text (or None): the answer that t
 
 
 def _read(result: object) -> tuple[dict[str, float], dict[str, float], str | None]:
-    """Return (parts, measures, answer) of a number, {part: number}, or a pair of either with {measure: number, "answer": text}."""
+    """Return (parts, measures, answer) of a number, {part: number}, or a pair of either with a mapping of measures."""
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
         return _numbers(result, "part"), {}, None
     measures = dict(result[1])
@@ -264,7 +264,8 @@ def _checked(score: Score) -> Score | RewardFault:
         measured = f" and measures {_shown(measures)}" if measures else ""
         return RewardFault(
             TOO_LARGE,
-            f"reward {total:g} with parts {_shown(parts)}{measured} is beyond ±{LARGEST:g}, which float32 cannot compute with",
+            f"reward {total:g} with parts {_shown(parts)}{measured} is beyond ±{LARGEST:g}, "
+            "which float32 cannot compute with",
         )
     return score
 

@@ -15,8 +15,10 @@ from hybrid_rl.rollout.reward_call import Reward, describe
 
 
 def work(pipe: Connection, section: dict[str, Any], output: Connection) -> None:
-    """The process's life: send why the reward cannot be loaded, or "" and whether it gains from several completions at a time;
-    then answer each (completions, tasks) with a result for each."""
+    """The process's life: load the reward, then answer each (completions, tasks) with a result for each.
+
+    The first message is ("", whether it gains from several completions at a time), or (why it cannot be loaded, False).
+    """
     os.setpgrp()  # what the reward starts ends with it, see Worker.kill
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(

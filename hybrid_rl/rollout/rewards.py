@@ -1,8 +1,10 @@
 """Rewards in worker processes, so that scoring overlaps generation and no reward can hang or crash the run.
 
-A reward is a function (completion: str, task: Task) → number, or → {part: number} whose sum is the reward, or a pair of either with
-{measure: number}, which is logged and not paid (a measure named "answer" is a text: the answer it found, for majority votes); it may be `async`, and one of (completions, tasks) gets lists and returns a list. Whatever it
-does instead (raise, hang, return something else, end its process) becomes an error on the rollout: counted by its kind, never invented.
+A reward is a function (completion: str, task: Task) → number, or → {part: number} whose sum is the reward, or a pair of
+either with {measure: number}, which is logged and not paid (a measure named "answer" is a text: the answer it found,
+for majority votes); it may be `async`, and one of (completions, tasks) gets lists and returns a list. Whatever it does
+instead (raise, hang, return something else, end its process) becomes an error on the rollout: counted by its kind,
+never invented.
 """
 
 from __future__ import annotations
@@ -63,8 +65,8 @@ class _Asked:
 class Scorer:
     """`workers` processes that each loaded the reward once. One reward may take `timeout` seconds, then its worker is replaced.
 
-    A batched or async reward gets up to `batch` completions at a time, for which `timeout` is one limit; when they pass it, or end
-    the process, each is scored alone, so that only the one at fault has no reward.
+    A batched or async reward gets up to `batch` completions at a time, for which `timeout` is one limit; when they pass
+    it, or end the process, each is scored alone, so that only the one at fault has no reward.
     """
 
     def __init__(
@@ -86,8 +88,8 @@ class Scorer:
     def check(self, tasks: Sequence[Task] = ()) -> list[str]:
         """Wait until a worker has loaded the reward, and try it on one task of each source; returns what a person should know.
 
-        Raises RewardError if it cannot be loaded or used on this machine, or returns something else than a number or {part: number}.
-        What else it does with a made-up completion is only told.
+        Raises RewardError if it cannot be loaded or used on this machine, or returns something else than a number or
+        {part: number}. What else it does with a made-up completion is only told.
         """
         self._loaded.result()
         first = {task.source: task for task in reversed(tasks)}

@@ -139,8 +139,8 @@ def remove_old(folder: Path, step: int, keep: int) -> None:
 def read_rollouts(path: Path, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """Return one dict per rollout, with the given columns (None: all).
 
-    `versions` are (version, count) pairs, `reward_parts` and `measures` dicts; measures are {} in a file from before there were any. Raises FileNotFoundError, or pyarrow.ArrowInvalid if
-    the file is incomplete.
+    `versions` are (version, count) pairs, `reward_parts` and `measures` dicts; measures are {} in a file from before
+    there were any. Raises FileNotFoundError, or pyarrow.ArrowInvalid if the file is incomplete.
     """
     # not read_table: it takes a folder name like "key=value" as a partition column
     with pq.ParquetFile(path) as file:

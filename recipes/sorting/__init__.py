@@ -1,4 +1,4 @@
-"""Sort the letters of a short string. Demonstrations show tags and letters in a random order: only the reward knows the rule."""
+"""Sort the letters of a short string. Demonstrations show them in a random order: only the reward knows the rule."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def in_place(completion: str, task: Task) -> tuple[float, dict[str, float]]:
 
 
 def shuffled_truth(completion: str, task: Task) -> tuple[float, dict[str, float]]:
-    """Pay what `in_place` pays for another order of the letters, drawn for each completion: the control, which teaches no rule.
+    """Pay what `in_place` pays for another order of the letters, drawn for each completion: the control.
 
     Measure: exact, of the true order.
     """
