@@ -342,6 +342,31 @@ class EvalConfig:
     pass_reward: float = bounded(1.0, least=-1000000.0, most=1000000.0)
 
 
+class TrackerKind(Enum):
+    """Where metrics go besides metrics.jsonl."""
+
+    none = "none"
+    tensorboard = "tensorboard"  # event files in the run's folder
+    wandb = "wandb"
+    mlflow = "mlflow"  # to MLFLOW_TRACKING_URI, else to <output_dir>/mlflow.db
+    trackio = "trackio"
+
+
+@dataclass
+class TrackerConfig:
+    """An experiment tracker beside metrics.jsonl: docs/runs.md."""
+
+    kind: TrackerKind = TrackerKind.none
+    project: str = "hybrid_rl"  # of W&B and trackio; the experiment of MLflow
+    name: str = ""  # of the run; empty: <recipe>/<name of its folder>
+    tags: list[str] = field(default_factory=list)  # W&B and MLflow
+    # W&B: only files, for `wandb sync`; MLflow: <output_dir>/mlflow.db whatever the environment says
+    offline: bool = False
+    # further arguments, by their names: of wandb.init, trackio.init, TensorBoard's SummaryWriter, or Accelerate's
+    # MLflowTracker
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
 @dataclass
 class Config:
     """All settings of a run."""
@@ -380,6 +405,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
 
 
 def only_evaluates(config: Config) -> bool:

@@ -6,8 +6,10 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import subprocess
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,23 @@ def versions() -> dict[str, str]:
     for file in sorted(Path(__file__).parent.rglob("*.py")):
         source = zlib.crc32(file.read_bytes(), source)
     return {"python": platform.python_version(), "hybrid_rl": __version__, "source": f"{source:08x}", **found}
+
+
+def git_state() -> dict[str, Any] | None:
+    """Return commit and dirty (whether tracked files differ from it) of the repository around the current directory.
+
+    Outside of any, those of the repository that hybrid_rl lies in; None if there is none, or no git.
+    """
+    for folder in (Path(), Path(__file__).parent):
+        with suppress(OSError, subprocess.SubprocessError):
+            commit = _git(folder, "rev-parse", "HEAD").strip()
+            return {"commit": commit, "dirty": bool(_git(folder, "status", "--porcelain", "--untracked-files=no"))}
+    return None
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
 
 
 def machine() -> dict[str, Any]:

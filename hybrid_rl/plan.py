@@ -34,6 +34,7 @@ from hybrid_rl.processes.ranks import Ranks
 from hybrid_rl.report.console import Console
 from hybrid_rl.rollout.rewards import Scorer
 from hybrid_rl.run_folder.clock import FILE, read_clock
+from hybrid_rl.run_folder.resume import changed_settings
 
 
 def print_plan(config: Config, folder: Path, console: Console, ranks: Ranks) -> None:
@@ -44,6 +45,8 @@ def print_plan(config: Config, folder: Path, console: Console, ranks: Ranks) -> 
     """
     device, r = pick_device(config.device), config.rollout
     check_parts(config)
+    if (Path(config.resume) / "config.yaml").exists():
+        changed_settings(config, Path(config.resume))
     wanted = r.batch_size // r.group_size if config.rl.steps else 0
     tasks = load_task_sets(config.data, rl_tasks=wanted, sft_tasks=config.sft.batch_size if config.sft.steps else 0)
     with tempfile.TemporaryDirectory() as temporary:

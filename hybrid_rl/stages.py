@@ -20,6 +20,7 @@ from hybrid_rl.deterministic import make_deterministic
 from hybrid_rl.engine.base import EngineError
 from hybrid_rl.evaluate import evaluate
 from hybrid_rl.handover import HandoverError
+from hybrid_rl.machine import versions
 from hybrid_rl.model_folder.read import ModelError
 from hybrid_rl.plan import print_plan
 from hybrid_rl.policy.optimizer import TrainingDiverged
@@ -34,7 +35,9 @@ from hybrid_rl.rollout.rewards import RewardError, Scorer
 from hybrid_rl.run_folder.checkpoint import CheckpointError
 from hybrid_rl.run_folder.files import FolderInUse, alone_in, remove_unfinished
 from hybrid_rl.run_folder.final import export_final
+from hybrid_rl.run_folder.origin import read_origin, write_origin
 from hybrid_rl.run_folder.resume import resume_point
+from hybrid_rl.run_folder.trackers import open_tracker
 from hybrid_rl.session import Session
 from hybrid_rl.sft import train_sft
 from hybrid_rl.summary import conclude, introduce
@@ -57,15 +60,18 @@ EXPECTED = (
 DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 
 
-def run(config: Config, folder: Path, ranks: Ranks | None = None) -> int:
-    """Train as configured, in `folder`, and return the process's exit code. Every rank calls this."""
+def run(config: Config, folder: Path, ranks: Ranks | None = None, command: str = "") -> int:
+    """Train as configured, in `folder`, and return the process's exit code. Every rank calls this.
+
+    `command` is what started the run, for whoever reads its folder.
+    """
     ranks = ranks or Ranks()
     console = Console(quiet=not ranks.main)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:
         if not config.dry_run:
-            _run_stages(config, folder, console, ranks)
+            _run_stages(config, folder, console, ranks, command)
         elif ranks.main:
             print_plan(config, Path(config.output_dir) / config.name, console, ranks)
     except EXPECTED as error:
@@ -90,7 +96,7 @@ def _inside(name: object, folder: Path) -> bool:
     return isinstance(name, str | os.PathLike) and Path(name).absolute().is_relative_to(folder.absolute())
 
 
-def _run_stages(config: Config, folder: Path, console: Console, ranks: Ranks) -> None:
+def _run_stages(config: Config, folder: Path, console: Console, ranks: Ranks, command: str) -> None:
     """Build the session, run its stages, export and report. Raise NothingTrained if no RL step had a gradient."""
     started = time.perf_counter()
     if config.deterministic:
@@ -106,6 +112,7 @@ def _run_stages(config: Config, folder: Path, console: Console, ranks: Ranks) ->
         stack.callback(_save_rest, session)
         session.progress.clock.start("total", started)
         introduce(session, notes)
+        ranks.from_main(lambda: _track(session, command))
         try:
             _stages(session)
         except NothingTrained:
@@ -116,6 +123,14 @@ def _run_stages(config: Config, folder: Path, console: Console, ranks: Ranks) ->
             raise NothingTrained(
                 f"the run trained nothing: none of its RL steps had a gradient; see why in {folder / 'report.html'}"
             )
+
+
+def _track(s: Session, command: str) -> None:
+    """Write how the run was started, and begin its tracker. Rank 0 alone."""
+    if s.resumed is None:
+        write_origin(s.folder, command)
+    facts = {**read_origin(s.folder), "versions": versions(), "folder": str(s.folder.absolute())}
+    s.metrics.tracker = open_tracker(s.config, s.folder, facts, s.resumed is not None, s.console.say)
 
 
 def _save_rest(s: Session) -> None:
@@ -179,7 +194,7 @@ def _finish(s: Session) -> None:
             export_final(s.policy, s.folder, float32=s.config.export.dtype == ExportDtype.float32)
     if s.policy.ranks.main and s.progress.best:  # the last evaluation may have found a better checkpoint
         s.saver.prune()
-    s.metrics.close()
+    s.metrics.close(finished=True)
     s.handover.engine.close()
     if s.policy.ranks.main:
         conclude(s)

@@ -13,7 +13,7 @@ from hybrid_rl.engine.make import ENGINES, choose_engine
 from hybrid_rl.engine.sglang.interface import withheld
 from hybrid_rl.machine import machine, versions
 from hybrid_rl.policy.model import Policy
-from hybrid_rl.report import write_report
+from hybrid_rl.report import write_card, write_report
 from hybrid_rl.run_folder.files import json_text, write_json
 from hybrid_rl.session import Session
 
@@ -59,7 +59,10 @@ def introduce(s: Session, notes: list[str]) -> None:
 def conclude(s: Session) -> None:
     """Write the report, then summary.json, which marks a finished run, and print where everything lies. Rank 0 only."""
     summary = _summary(s)
-    report = write_report(s.folder, json.loads(json_text(summary)))
+    written = json.loads(json_text(summary))
+    report = write_report(s.folder, written)
+    if not only_evaluates(s.config):
+        write_card(s.folder, written)
     write_json(s.folder / "summary.json", summary)
     say, progress = s.console.say, s.progress
     s.console.heading("Done")

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -88,6 +89,7 @@ def test_what_a_run_leaves(whole):
     assert names == {
         "config.yaml",
         "clock.txt",
+        "origin.json",
         "metrics.jsonl",
         "summary.json",
         "report.html",
@@ -97,6 +99,8 @@ def test_what_a_run_leaves(whole):
         "final",
         "base_model",
     }
+    origin = json.loads((folder / "origin.json").read_text())
+    assert origin["command"] == shlex.join(["python", "-m", "hybrid_rl.run", *SMALL])
     summary = json.loads((folder / "summary.json").read_text())
     assert {"eval/base", "eval/sft", "eval/rl", "seconds", "versions", "seed"} <= summary.keys()
     assert summary["eval/base"] <= 0.1
@@ -166,8 +170,10 @@ def copied(whole: tuple[Path, str], folder: Path) -> Path:
 
 def test_resume_refuses_other_settings(whole, tmp_path):
     folder = copied(whole, tmp_path)
-    output = run(tmp_path, f"resume={folder}", "rl.optimizer.lr=0.5", code=1)
-    assert re.search(r"was started with other settings \(rl.optimizer.lr: \S+ → 0.5\)", output)
+    for dry in ([], ["dry_run=true"]):
+        output = run(tmp_path, f"resume={folder}", "rl.optimizer.lr=0.5", *dry, code=1)
+        assert re.search(r"was started with other settings \(rl.optimizer.lr: \S+ → 0.5\)", output)
+        assert re.search(r"; a resumed run may change only rl.steps, .*, checkpoint\.\*, .*tracker\.\*", output)
     assert "rl_000006 is past rl.steps=3" in run(tmp_path, f"resume={folder}", "rl.steps=3", code=1)
 
 

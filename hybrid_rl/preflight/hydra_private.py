@@ -15,7 +15,7 @@ from hydra._internal.hydra import Hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import IntervalSweep, Override
 from omegaconf import DictConfig
 
 
@@ -32,6 +32,18 @@ def parse_override(text: str) -> Override:
 def sweep_jobs(overrides: Sequence[Override]) -> list[list[str]]:
     """Return the overrides of each job of a sweep, in Hydra's order."""
     return [list(job) for job in BasicSweeper.split_arguments(list(overrides), None)[0]]
+
+
+def first_job(overrides: Sequence[Override]) -> list[str]:
+    """Return the overrides of a job that a sweeper with intervals may begin with: of each the first value."""
+    jobs = []
+    for override in overrides:
+        value = override.value()
+        if override.is_sweep_override() and isinstance(value, IntervalSweep):
+            jobs.append(f"{override.get_key_element()}={value.start}")
+        else:
+            jobs.append(sweep_jobs([override])[0][0])
+    return jobs
 
 
 def section(config: DictConfig, name: str) -> DictConfig | None:

@@ -88,7 +88,7 @@ PACKAGE = Path(__file__).parents[1]
 CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"
 PARTS = ("algo.advantage", "algo.loss", "algo.aggregation")
 # sections whose keys are the arguments of functions
-OPEN = ("data", "reward", *PARTS, "algo.correction", "algo.selection", "engine.arguments")
+OPEN = ("data", "reward", *PARTS, "algo.correction", "algo.selection", "engine.arguments", "tracker.arguments")
 
 
 def in_open(override: Override) -> bool:
@@ -165,8 +165,11 @@ def composition_problem(error: Exception, overrides: Sequence[Override]) -> str:
         return f"hydra.{match[1]} (command line): Hydra has no such key"
     if match := re.search(r"Could not find 'hydra/(launcher|sweeper)/(.*)'", first_line(error)):
         kind, name = match[1], match[2]
-        plugin = f"hydra-{name}-{kind}"
-        return f"hydra/{kind}={name} (command line): there is no such {kind}; install its plugin, perhaps {plugin}"
+        plugin = f"hydra-{name.partition('_')[0]}-{kind}"
+        return (
+            f"hydra/{kind}={name} (command line): there is no such {kind}; install its plugin, perhaps {plugin} "
+            "(pip install -e '.[sweeps]' has joblib, submitit and optuna)"
+        )
     if line.endswith("is not Optional"):
         line = "must not be null"
     given = next((o for o in overrides if o.key_or_group == key), None)

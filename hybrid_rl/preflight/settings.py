@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from enum import Enum
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
@@ -31,7 +32,7 @@ from hybrid_rl.preflight.names import (
 )
 from hybrid_rl.preflight.targets import check_saved_targets
 from hybrid_rl.preflight.values import value_problems
-from hybrid_rl.run_folder.files import Unreadable, read_yaml
+from hybrid_rl.run_folder.files import Unreadable, check_writable, read_yaml
 
 ConfigStore.instance().store(name="schema", node=Config)
 
@@ -59,6 +60,7 @@ def load(overrides: Sequence[str], own: Path | None = None) -> DictConfig:
         )
     for key, problem in value_problems(config):
         value = OmegaConf.select(config, key)
+        value = value.name if isinstance(value, Enum) else value
         raise ConfigError(f"{key}={value} ({_origin(key, parsed, folders, run)}): {problem}")
     return config
 
@@ -85,6 +87,29 @@ def _compose(parsed: Sequence[Override], own: Path | None, base: str = "config")
 def search(own: Path | None) -> list[str]:
     """Return the override that makes Hydra search the user's folder of groups too."""
     return [f"hydra.searchpath=[file://{own.resolve()}]"] if own else []
+
+
+def config_dir(own: Path | None) -> list[str]:
+    """Return the argument that names the user's folder of groups to another process."""
+    return [f"--config-dir={own}"] if own else []
+
+
+def run_dir(folder: Path, key: str = "hydra.run.dir") -> str:
+    """Return the override of a folder, quoted because commas, brackets and = have a meaning to Hydra."""
+    quoted = str(folder).replace("'", "\\'")
+    return f"{key}='{quoted}'"
+
+
+def check_folder(folder: Path, setting: str) -> Path:
+    """Return the folder. Raise ConfigError, which names `setting`, if it cannot be made or written to."""
+    try:
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        if not there.is_dir():
+            raise ConfigError(f"{setting}: {there} is a file; choose another folder")
+        check_writable(folder if folder.exists() else folder.parent)
+    except OSError as error:
+        raise ConfigError(f"{setting}: cannot be written to: {error.strerror}; choose another folder") from error
+    return folder
 
 
 def _resumed_folder(parsed: Sequence[Override]) -> Path | None:
@@ -147,7 +172,7 @@ def _origin(key: str, overrides: Sequence[Override], folders: Sequence[Path], ru
 
     That is the command line, the run that is resumed, the YAML file that sets it last, or the default in config.py.
     """
-    if any(o.key_or_group in (key, key.replace(".", "/")) for o in overrides):
+    if any(o.key_or_group in (key, key.replace(".", "/"), key.removesuffix(".kind")) for o in overrides):
         return "command line"
     if run:
         return str(run / "config.yaml")

@@ -16,6 +16,7 @@ from hybrid_rl.config import Config, EngineKind, KlEstimator, KlPlace, OldLogpro
 from hybrid_rl.engine.sglang.interface import unusable
 from hybrid_rl.preflight.names import CONF, PARTS, nearest
 from hybrid_rl.preflight.targets import target_problem
+from hybrid_rl.run_folder import trackers
 
 # positional arguments that hybrid_rl passes to the function that a setting names; its own settings follow as keywords
 CALLED_WITH = {
@@ -86,6 +87,8 @@ def value_problems(c: DictConfig) -> Iterator[tuple[str, str]]:
         yield "engine.tensor_parallel", f"does not divide the {c.ranks} ranks; set ranks to a multiple of it"
     if c.policy.lora.rank > 0 and importlib.util.find_spec("peft") is None:
         yield "policy.lora.rank", "adapters need peft, which is not installed; pip install -e '.[lora]'"
+    if why := trackers.missing(c.tracker.kind):
+        yield "tracker.kind", why
     if c.policy.lora.rank > 0 and not c.policy.lora.targets:
         yield "policy.lora.targets", "names no module; all-linear means all of them"
     if c.algo.reference == Reference.base and c.policy.lora.rank == 0:

@@ -141,7 +141,7 @@ def curve(across: Axis, down: Axis, x: Sequence[int], y: Sequence[float], colour
     return [shape for shape in shapes if shape.path]
 
 
-def filled(across: Axis, down: Axis, x: Sequence[int], band: Sequence[Point]) -> list[Shape]:
+def filled(across: Axis, down: Axis, x: Sequence[int], band: Sequence[Point], colour: int = 1) -> list[Shape]:
     """Return the area between the pairs of a band."""
     edges = [
         [(across.place(step), down.place(pair[side])) for step, pair in zip(x, band, strict=True)] for side in (0, 1)
@@ -150,7 +150,7 @@ def filled(across: Axis, down: Axis, x: Sequence[int], band: Sequence[Point]) ->
     low, high = ([(px, math.nan if gap else py) for (px, py), gap in zip(edge, gaps, strict=True)] for edge in edges)
     areas = zip(_runs(low), _runs(high), strict=True)
     path = "".join(f"{_path([*_thinned(a), *reversed(_thinned(b))])}z" for a, b in areas)
-    return [Shape("band", 1, path)] if not all(gaps) else []
+    return [Shape("band", colour, path)] if not all(gaps) else []
 
 
 def _runs(points: Sequence[Point]) -> Iterator[list[Point]]:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hybrid_rl.report.charts import (
     EVALUATIONS,
@@ -22,6 +22,9 @@ from hybrid_rl.report.console import NOTHING, visible
 from hybrid_rl.report.numbers import number, shown
 from hybrid_rl.report.read import Run, mapping, read_run, text
 from hybrid_rl.report.samples import evaluation_cases, markdown, step_cases
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 Row = tuple[str, ...]
 COUNTERS = {
@@ -42,42 +45,36 @@ def write_report(run_dir: Path, summary: dict[str, Any] | None = None) -> Path:
     Works while a run is going on: what is missing or half written is left out. The same files give the same bytes.
     Raises NotADirectoryError if there is no such folder.
     """
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
     from hybrid_rl.run_folder.files import atomic_file
 
     run = read_run(Path(run_dir), summary)
     facts, alarms = _facts(run), _alarms(run)
     evaluations, steps = evaluation_cases(run.folder / "rollouts"), step_cases(run.folder / "rollouts")
-    # Completions, and everything else that a run wrote, are untrusted: every value is escaped, none is marked safe.
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    html = environment.get_template("template.html.jinja").render(
-        title=facts["name"],
-        facts=[value for key, value in facts.items() if key != "name" and value],
-        method=_method(run.config),
-        nothing=_nothing(run),
-        state=_state(run),
-        cards=[_evaluation_cards(run), _cards(run)],
-        charts={
-            "Learning": learning_charts(run.sft, run.evals, run.rl, _right(run)),
-            "Health": health_charts(run.rl),
-            "Speed and memory": speed_charts(run.rl),
-        },
-        phases=_phase_rows(run.rl),
-        stages=[(name, _duration(seconds)) for name, seconds in mapping(run.summary, "seconds").items()],
-        counters=_counters(run),
-        alarms=alarms[:MAX_ALARMS],
-        more_alarms=len(alarms[MAX_ALARMS:]),
-        evaluations=evaluations,
-        steps=steps,
-        config=run.config_text,
-        environment=_environment(run),
+    html = (
+        templates()
+        .get_template("template.html.jinja")
+        .render(
+            title=facts["name"],
+            facts=[value for key, value in facts.items() if key != "name" and value],
+            method=method(run.config),
+            nothing=_nothing(run),
+            state=_state(run),
+            cards=[_evaluation_cards(run), _cards(run)],
+            charts={
+                "Learning": learning_charts(run.sft, run.evals, run.rl, passes(run)),
+                "Health": health_charts(run.rl),
+                "Speed and memory": speed_charts(run.rl),
+            },
+            phases=_phase_rows(run.rl),
+            stages=[(name, _duration(seconds)) for name, seconds in mapping(run.summary, "seconds").items()],
+            counters=_counters(run),
+            alarms=alarms[:MAX_ALARMS],
+            more_alarms=len(alarms[MAX_ALARMS:]),
+            evaluations=evaluations,
+            steps=steps,
+            config=run.config_text,
+            environment=_environment(run),
+        )
     )
     report = run.folder / "report.html"
     samples = markdown(" ".join([facts["name"], facts["date"]]).strip(), evaluations, steps)
@@ -85,6 +82,22 @@ def write_report(run_dir: Path, summary: dict[str, Any] | None = None) -> Path:
         with atomic_file(path) as file:
             file.write(visible(content).encode())
     return report
+
+
+def templates() -> Environment:
+    """Return the loader of the pages' templates.
+
+    Completions, and everything else that a run wrote, are untrusted: every value is escaped, none is marked safe.
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    return Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
 
 
 def _facts(run: Run) -> dict[str, str]:
@@ -103,7 +116,7 @@ def _facts(run: Run) -> dict[str, str]:
     }
 
 
-def _method(config: dict[str, Any]) -> list[str]:
+def method(config: dict[str, Any]) -> list[str]:
     """Return algorithm, learning rate and batch, as far as the configuration has them."""
     algo, rl, r = (mapping(config, key) for key in ("algo", "rl", "rollout"))
     optimizer = mapping(rl, "optimizer")
@@ -128,7 +141,7 @@ def _part(part: dict[str, Any]) -> str:
     return re.sub(around, "", text(part.get("_target_")))
 
 
-def _right(run: Run) -> str:
+def passes(run: Run) -> str:
     """Return when a sample of an evaluation counts as correct."""
     least = number(mapping(run.config, "eval").get("pass_reward"))
     return "" if math.isnan(least) else f"reward ≥ {shown(least)}"
@@ -169,7 +182,7 @@ def _evaluation_cards(run: Run) -> list[dict[str, str]]:
     A card without a value stands for an evaluation that is still to come.
     """
     cards: list[dict[str, str]] = []
-    before, right = math.nan, _right(run)
+    before, right = math.nan, passes(run)
     for name, (label, *_) in EVALUATIONS.items():
         record = run.evaluation(name)
         if not record and (run.summary or name == "model" or run.evaluation("model")):

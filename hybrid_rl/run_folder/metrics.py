@@ -1,4 +1,7 @@
-"""Write metrics.jsonl: one JSON object a line; a resumed run continues after the last line of its checkpoint."""
+"""Write metrics.jsonl: one JSON object a line; a resumed run continues after the last line of its checkpoint.
+
+An experiment tracker, if there is one, gets every line too.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_rl.run_folder.files import atomic_file, plain
+from hybrid_rl.run_folder.trackers import Tracker
 
 
 class Metrics:
@@ -20,6 +24,7 @@ class Metrics:
         has fewer lines.
         """
         self.lines, self._file = keep_lines, None
+        self.tracker: Tracker | None = None
         if path is None:
             return
         kept = path.read_bytes().splitlines(keepends=True)[:keep_lines] if keep_lines else []
@@ -38,13 +43,17 @@ class Metrics:
         if self._file:
             self._file.write(json.dumps({"stage": stage, **plain(values)}, ensure_ascii=False) + "\n")
             self._file.flush()
+        if self.tracker:
+            self.tracker.log(stage, values, self.lines)
 
     def sync(self) -> None:
         """Sync what was written to disk."""
         if self._file:
             os.fsync(self._file.fileno())
 
-    def close(self) -> None:
-        """Close the file."""
+    def close(self, finished: bool = False) -> None:
+        """Close the file, and the tracker's run as finished or not."""
         if self._file:
             self._file.close()
+        if self.tracker:
+            self.tracker.close(finished)

@@ -22,8 +22,6 @@ from hybrid_rl.run_folder.files import Unreadable, read_yaml
 USED = ("config.yaml", "metrics.jsonl", "summary.json", "checkpoints", "rollouts", "base_model", "final")
 # the settings that a resumed run may have otherwise; one that ends with a dot stands for all below it
 MAY_CHANGE = (
-    "resume:",
-    "output_dir:",
     "rl.steps:",
     "rl.checkpoint_every:",
     "rl.keep_checkpoints:",
@@ -34,6 +32,7 @@ MAY_CHANGE = (
     "sft.checkpoint_every:",
     "checkpoint.",
     "export.",
+    "tracker.",
     "ranks:",
     "rank_timeout:",
     "rollout.max_reward_failures:",
@@ -49,6 +48,31 @@ MAY_CHANGE = (
     "engine.memory_fraction:",
     "engine.tensor_parallel:",
 )
+OF_A_START = ("resume:", "output_dir:", "dry_run:")  # and those that are no settings of the run itself
+
+
+def changed_settings(config: Config, folder: Path) -> list[str]:
+    """Return what differs from the settings that the run in `folder` was started with, as "key: before → now".
+
+    Raises CheckpointError, which names what may change, if anything else differs.
+    """
+    try:
+        saved = _flat(read_yaml(folder / "config.yaml"))
+    except Unreadable as error:
+        raise CheckpointError(f"{error}; resume=never for a new run") from error
+    now = _flat(yaml.safe_load(OmegaConf.to_yaml(OmegaConf.structured(config))))
+    changed = [
+        f"{key}: {saved.get(key)} → {now.get(key)}"
+        for key in sorted(saved.keys() | now.keys())
+        if saved.get(key) != now.get(key)
+    ]
+    if refused := [change for change in changed if not change.startswith((*MAY_CHANGE, *OF_A_START))]:
+        may = ", ".join(key.rstrip(":") + "*" * key.endswith(".") for key in MAY_CHANGE)
+        raise CheckpointError(
+            f"{folder} was started with other settings ({'; '.join(refused)}); use those, or resume=never for a new run; "
+            f"a resumed run may change only {may}"
+        )
+    return changed
 
 
 def resume_point(config: Config, folder: Path) -> tuple[Checkpoint | None, list[str]]:
@@ -80,31 +104,13 @@ def resume_point(config: Config, folder: Path) -> tuple[Checkpoint | None, list[
         raise CheckpointError(
             f"{found.folder} is past rl.steps={config.rl.steps}; raise rl.steps, or resume=never for a new run"
         )
-    try:
-        saved = _flat(read_yaml(folder / "config.yaml"))
-    except Unreadable as error:
-        raise CheckpointError(f"{error}; resume=never for a new run") from error
-    now = _flat(yaml.safe_load(OmegaConf.to_yaml(OmegaConf.structured(config))))
-    changed = [
-        f"{key}: {saved.get(key)} → {now.get(key)}"
-        for key in sorted(saved.keys() | now.keys())
-        if saved.get(key) != now.get(key)
-    ]
-    refused = [change for change in changed if not change.startswith(MAY_CHANGE)]
-    if refused:
-        raise CheckpointError(
-            f"{folder} was started with other settings ({'; '.join(refused)}); use those, or resume=never for a new run"
-        )
+    changed = changed_settings(config, folder)
     _check_state(found)
     if len(lines) < (expected := found.state["metrics_lines"]):
         raise CheckpointError(
             f"{folder / 'metrics.jsonl'} has {len(lines)} lines, {found.folder.name} was saved after {expected}; resume=never for a new run"
         )
-    notes = [
-        f"changed since it was started: {change}"
-        for change in changed
-        if not change.startswith(("resume:", "output_dir:"))
-    ]
+    notes = [f"changed since it was started: {change}" for change in changed if not change.startswith(OF_A_START)]
     newer = [f.name for f in broken if checkpoint.age(f) > checkpoint.age(found.folder)]
     if newer:
         notes.append(
