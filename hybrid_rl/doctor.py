@@ -90,20 +90,21 @@ def _gpu() -> list[Check]:
     memory = torch.cuda.get_device_properties(0).total_memory / 2**30
     return [
         Check("GPU", True, f"{torch.cuda.device_count()} × {torch.cuda.get_device_name(0)}, {memory:.0f} GiB"),
-        _flash(),
+        _kernel(),
     ]
 
 
-def _flash() -> Check:
-    from hybrid_rl.attention import flash
+def _kernel() -> Check:
+    import torch
 
-    fix = (
-        "optional: flash-attention 2 computes attention of packed rows in one kernel instead of one call per sample: "
-        "pip install flash-attn"
-    )
-    return Check(
-        "flash-attention", flash.varlen is not None, flash.problem or _version("flash_attn"), fix, optional=True
-    )
+    from hybrid_rl.attention import kernels
+
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    problems = [f"{kernel.name}: {kernels.fails(kernel, device, torch.bfloat16)}" for kernel in kernels.KERNELS]
+    name = kernels.chosen_name(device, torch.bfloat16)
+    fix = "optional: a fused kernel attends in one call for a row instead of one for each sample: install torch 2.11 or newer"
+    found = name if name != kernels.WITHOUT else f"{name}, one call a sample ({'; '.join(problems)})"
+    return Check("attention", name != kernels.WITHOUT, found, fix, optional=True)
 
 
 PTRACE = Path("/proc/sys/kernel/yama/ptrace_scope")
