@@ -29,6 +29,7 @@ from hybrid_rl.handover import HandoverError
 from hybrid_rl.machine import machine, versions
 from hybrid_rl.model_folder.read import ModelError
 from hybrid_rl.plan import print_plan
+from hybrid_rl.policy.defaults import described
 from hybrid_rl.policy.optimizer import TrainingDiverged
 from hybrid_rl.preflight.budget import BudgetError
 from hybrid_rl.processes.launch import after_rank_0
@@ -192,7 +193,7 @@ def _introduce(s: Session, notes: list[str]) -> None:
     say(f"machine: {here['cpu']}, {here['cores']} cores, {here['memory_gib']:.0f} GiB; {here['gpu'] or 'no GPU'}")
     say(
         f"chosen:  {world} rank{'s' * (world > 1)} on {s.policy.device.type}, {torch.get_num_threads()} thread(s) each, "
-        f"engine {kind.value} ({ENGINES[kind]}), layout {s.policy.layout}, compute {str(s.policy.dtype).removeprefix('torch.')}"
+        f"engine {kind.value} ({ENGINES[kind]}), {described(s.policy.settings, s.policy.device)}"
     )
     trained = sum(p.numel() for p in s.policy.trainable.values())
     adapters = (

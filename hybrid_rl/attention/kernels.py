@@ -103,7 +103,9 @@ def load_flash() -> Kernel:
     """Return flash-attention 2. The only test of the package is to import the function."""
     function, problem = None, ""
     try:
-        from flash_attn import flash_attn_varlen_func as function
+        from flash_attn import flash_attn_varlen_func
+
+        function = flash_attn_varlen_func
     except Exception as error:  # whatever the package raises at its import
         problem = "not installed"
         if importlib.util.find_spec("flash_attn") is not None:
