@@ -11,4 +11,3 @@ import torch
 
 DEVICE = torch.device(os.environ.get("TEST_DEVICE", "cpu"))
 ON_GPU = DEVICE.type == "cuda"
-GPUS = torch.cuda.device_count() if ON_GPU else 0

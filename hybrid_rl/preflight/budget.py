@@ -141,11 +141,11 @@ def disk_bytes(config: Config, sizes: Sizes) -> int:
 def later_bytes(config: Config, trainable: int) -> int:
     """Return the bytes of a rank's GPU that the trainer allocates after the engine is made, and holds while it samples.
 
-    These are Adam's moments of the rank's `trainable` parameters, unless they are offloaded, and two buckets of the
-    handover.
+    These are Adam's moments of the rank's `trainable` parameters, unless they are offloaded, and three buckets of the
+    handover: the one that is gathered, its flat copy, and the copy before it, which the engine may let go of late.
     """
     moments = 8 * trainable if config.policy.offload == Offload.none else 0
-    return moments + 2 * config.handover.bucket_mib * 2**20
+    return moments + 3 * config.handover.bucket_mib * 2**20
 
 
 # bytes of a sampled token in a rollouts file: id, log-probability and text, compressed; prompts are small, one a group
