@@ -24,5 +24,5 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, dtype: str, layout: st
         folder.mkdir()
     run(whole, *settings)
     kill_when(start(killed, *settings), "step 3/4")
-    run(killed, f"resume={run_folder(killed)}")
+    run(killed, *settings, f"resume={run_folder(killed)}")
     same(whole, killed)
