@@ -164,11 +164,16 @@ def _state(run: Run) -> str:
 
 
 def _evaluation_cards(run: Run) -> list[dict[str, str]]:
-    """Return a card for the reward of each evaluation, with its standard error and the change from the one before."""
+    """Return a card for the reward of each evaluation, with its standard error and the change from the one before.
+
+    A card without a value stands for an evaluation that is still to come.
+    """
     cards: list[dict[str, str]] = []
     before, right = math.nan, _right(run)
     for name, (label, *_) in EVALUATIONS.items():
         record = run.evaluation(name)
+        if not record and (run.summary or name == "model" or run.evaluation("model")):
+            continue
         reward, tasks = number(record.get("reward")), number(record.get("tasks"))
         error = number(record.get("reward_std")) / math.sqrt(tasks) if tasks > 0 else math.nan
         note = "" if math.isnan(error) else f"± {error:.2g} standard error, {shown(tasks)} tasks"

@@ -145,6 +145,7 @@ def test_a_finished_run(finished: Path) -> None:
     ):  # fmt: skip
         assert expected in page.text, expected
     assert "Not finished" not in page.text
+    assert "reward, the model" not in page.text, "of a run that only evaluates"
     assert html.count("<svg") == 13
     assert ">RL step</text>" in html, "chart text must stay text"
     assert len(html) < 250_000
@@ -234,6 +235,7 @@ def test_a_long_completion_keeps_its_ends(tmp_path: Path) -> None:
 def test_an_empty_folder(tmp_path: Path) -> None:
     page = Page(write_report(tmp_path).read_text("utf-8"))
     assert "Not finished: no RL step yet." in page.text
+    assert re.findall("reward, (base|after SFT|after RL|the model)", page.text) == ["base", "after SFT", "after RL"]
     assert "Nothing recorded yet." in page.text
     assert (tmp_path / "samples.md").read_text().count("None yet.") == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "samples.md"]

@@ -182,7 +182,7 @@ def test_pass_at_k_of_many_samples(n: int, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize(("n", "c", "k"), [(4, 2, 5), (4, 2, 0), (0, 0, 1), (4, 5, 1), (4, -1, 1)])
 def test_pass_at_k_of_what_cannot_be(n: int, c: int, k: int) -> None:
-    with pytest.raises(ValueError, match=str(k) if k != 1 or n == 0 else "cannot be right"):
+    with pytest.raises(ValueError, match=str(k) if k != 1 or n == 0 else "cannot be correct"):
         pass_at_k(n, c, k)
 
 
