@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hybrid_rl.config import TinyConfig
 from hybrid_rl.policy import tiny
 from hybrid_rl.policy.model import Policy
-from tests.device import DEVICE, ON_GPU
+from tests.device import DEVICE, ON_GPU, in_float32
 
 pytest.register_assert_rewrite("tests.engine_contract")
 torch.set_num_threads(1)
@@ -164,7 +164,7 @@ def any_folder(request: pytest.FixtureRequest, folder_of: Callable[..., Path]) -
 @pytest.fixture
 def policy(tiny_folder: Path) -> Policy:
     """Fresh for every test: free to be trained."""
-    return Policy.load(tiny_folder, DEVICE)
+    return Policy.load(tiny_folder, DEVICE, in_float32())
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
 from hybrid_rl.attention.attend import ATTENTION_NAME
-from hybrid_rl.config import OptimizerConfig, PolicyConfig, TinyConfig
+from hybrid_rl.config import OptimizerConfig, TinyConfig
 from hybrid_rl.engine.base import EngineError, Request, Sampling
 from hybrid_rl.engine.local import LocalEngine
 from hybrid_rl.engine.sglang.engine import given_back
@@ -31,7 +31,7 @@ from hybrid_rl.processes.ranks import Ranks
 from hybrid_rl.report.phases import Phases
 from hybrid_rl.types import Rollout
 from tests.conftest import WORDS
-from tests.device import DEVICE, ON_GPU
+from tests.device import DEVICE, ON_GPU, in_float32
 from tests.ranks import on_ranks
 
 
@@ -42,8 +42,8 @@ def engine_of(policy: Policy) -> LocalEngine:
 @pytest.fixture(params=["qwen3", "llama"])  # tied and untied embeddings
 def pair(request, folder_of):
     """A policy, and an engine with a copy of other weights."""
-    policy = Policy.load(folder_of(request.param), DEVICE)
-    other = Policy.load(folder_of(request.param, 1), DEVICE)
+    policy = Policy.load(folder_of(request.param), DEVICE, in_float32())
+    other = Policy.load(folder_of(request.param, 1), DEVICE, in_float32())
     return policy, engine_of(other)
 
 
@@ -141,7 +141,7 @@ def stranger(folder: Path, dtype: torch.dtype = torch.float32) -> LocalEngine:
 def received(
     ranks: Ranks, folder: Path, other: Path, bucket_bytes: int, shard: int, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    policy, engine = Policy.load(folder, DEVICE, PolicyConfig(shard=shard), ranks), stranger(other, dtype)
+    policy, engine = Policy.load(folder, DEVICE, in_float32(shard=shard), ranks), stranger(other, dtype)
     hand_over(policy, engine, 1, verify=True, bucket_bytes=bucket_bytes)
     assert engine.version == 1
     take_back(policy, engine)
@@ -162,7 +162,7 @@ def test_shards_arrive_whole_and_bit_equal(folder_of, name, world, shard, bucket
 
 
 def broken_on_one(ranks: Ranks, folder: Path, mistake: str) -> tuple[str, float, bool]:
-    policy, engine = Policy.load(folder, DEVICE, None, ranks), stranger(folder)
+    policy, engine = Policy.load(folder, DEVICE, in_float32(), ranks), stranger(folder)
     load = engine.update_weights
     if ranks.rank == 1:
 
@@ -198,7 +198,7 @@ def test_an_error_on_one_rank_is_raised_on_all_and_nobody_waits(tiny_folder, mis
 
 
 def wrong_after(ranks: Ranks, folder: Path) -> str:
-    policy = Policy.load(folder, DEVICE, None, ranks)
+    policy = Policy.load(folder, DEVICE, in_float32(), ranks)
     engine = LocalEngine(policy.sampler, policy.end_ids(), 8, 64, policy.device)
     set_version = engine.set_version
 
@@ -269,7 +269,7 @@ def allocated(what) -> tuple[int, int]:
 
 
 def peaks(ranks: Ranks, folder: Path) -> dict[str, tuple[int, int]]:
-    policy, engine = Policy.load(folder, DEVICE, None, ranks), stranger(folder)
+    policy, engine = Policy.load(folder, DEVICE, in_float32(), ranks), stranger(folder)
     own = LocalEngine(policy.sampler, policy.end_ids(), 8, 64, policy.device)
     hand_over(policy, engine, 1, bucket_bytes=2**20)  # what is allocated once
     hand_over(policy, own, 1)
@@ -298,7 +298,7 @@ def test_peak_memory_is_shard_and_bucket_and_engine(big_folder):
 def loaded(ranks: Ranks, tiny_folder: Path, folder: Path) -> tuple[int, int]:
     kept = []
     for each in (tiny_folder, folder):  # the first imports what loading needs
-        result = peak_of(lambda each=each: kept.append(Policy.load(each, DEVICE, None, ranks)))
+        result = peak_of(lambda each=each: kept.append(Policy.load(each, DEVICE, in_float32(), ranks)))
     return result
 
 
@@ -315,7 +315,7 @@ def test_only_rank_0_ever_holds_a_whole_model_while_it_loads(tiny_folder, big_fo
 
 
 def cycles(ranks: Ranks, folder: Path) -> list[int]:
-    policy = Policy.load(folder, DEVICE, PolicyConfig(), ranks)
+    policy = Policy.load(folder, DEVICE, in_float32(), ranks)
     engine, optimizer = (
         LocalEngine(policy.sampler, policy.end_ids(), 8, 64, policy.device),
         Optimizer(policy.trainable, OptimizerConfig(), 1, 1),
@@ -338,7 +338,7 @@ def test_25_cycles_do_not_grow_memory(big_folder, world):
 
 
 def test_ten_cycles_on_one_rank_leave_no_tensor_behind(big_folder):
-    policy = Policy.load(big_folder, DEVICE)
+    policy = Policy.load(big_folder, DEVICE, in_float32())
     engine, optimizer = engine_of(policy), Optimizer(policy.trainable, OptimizerConfig(), 1, 1)
 
     def turns(first: int, last: int) -> None:
@@ -353,6 +353,7 @@ def test_ten_cycles_on_one_rank_leave_no_tensor_behind(big_folder):
 
 def test_phases_record_memory_before_and_after_and_add_up():
     phases, kept = Phases(torch.device("cpu")), []
+    resident()  # what earlier tests left to the allocator would be taken again
     with phases("grow"):
         kept.append(torch.ones(2**25))  # 128 MiB
     with phases("shrink"):
@@ -429,7 +430,7 @@ def test_a_tied_matrix_stored_under_both_names_is_one(tmp_path, tiny_folder):
     weights = load_file(file)
     save_file(weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}, file, {"format": "pt"})
     assert ModelShapes.read(tmp_path / "model") == before
-    policy = Policy.load(tmp_path / "model", DEVICE)
+    policy = Policy.load(tmp_path / "model", DEVICE, in_float32())
     names = {
         before.own_name(name, tensor)
         for bucket in policy.buckets(torch.float32, 2**20)

@@ -17,11 +17,12 @@ from hybrid_rl.policy.layout import sampled_tokens
 from hybrid_rl.policy.model import Policy
 from hybrid_rl.policy.optimizer import Optimizer
 from hybrid_rl.types import Rollout
+from tests.device import in_float32
 
 
 def rows_of(layout: str = "auto", row_tokens: int = 2048, **settings: Any) -> PolicyConfig:
     """The settings of a policy whose samples lie like this in rows of this size."""
-    return PolicyConfig(layout=LayoutKind(layout), row_tokens=row_tokens, **settings)
+    return in_float32(layout=LayoutKind(layout), row_tokens=row_tokens, **settings)
 
 
 def given(

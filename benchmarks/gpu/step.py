@@ -25,7 +25,7 @@ def main(bench: Bench) -> None:
                 Path(temporary) / "run", "preset=qwen3", f"model.path={model}", f"device={bench.device.type}", "ranks=1", f"engine.kind={kind}",
                 "sft.steps=0", f"rl.steps={steps}", "rl.checkpoint_every=1000", "eval.max_tasks=4", "policy.dtype=bfloat16",
                 "reward._target_=benchmarks.common.aimless_reward", "rollout.max_replacements=0", f"rollout.batch_size={count}",
-                f"rollout.group_size={count // 2}", f"rollout.max_tokens={tokens}",
+                f"rollout.group_size={min(16, count // 2)}", f"rollout.max_tokens={tokens}",
             )  # fmt: skip
             lines = read_metrics(folder, "rl")[1:]
         total = median(sum(m["seconds"].values()) for m in lines)

@@ -11,7 +11,7 @@ from hybrid_rl.engine.local import LocalEngine
 from hybrid_rl.policy.layout import pack, sampled_tokens
 from hybrid_rl.policy.model import Policy
 from hybrid_rl.types import Rollout
-from tests.device import DEVICE
+from tests.device import DEVICE, in_float32
 from tests.engine_contract import PROMPTS, EngineContract, collect, requests, tokens
 
 pytestmark = pytest.mark.gpu
@@ -27,7 +27,9 @@ def engine_on(policy: Policy, slots: int = 8, capacity: int = 64) -> LocalEngine
 class TestLocalEngine(EngineContract):
     @pytest.fixture
     def make_engine(self) -> Callable[..., LocalEngine]:
-        return lambda folder, slots=8, capacity=64: engine_on(Policy.load(folder, DEVICE), slots, capacity)
+        return lambda folder, slots=8, capacity=64: engine_on(
+            Policy.load(folder, DEVICE, in_float32()), slots, capacity
+        )
 
 
 def test_peak_kv_bytes_are_the_arithmetic(policy: Policy) -> None:
@@ -108,7 +110,7 @@ def test_it_samples_from_the_policys_own_memory(policy: Policy) -> None:
 
 def test_a_tied_head_follows_the_embeddings(policy: Policy, folder_of) -> None:
     engine = engine_on(policy)
-    new = dict(Policy.load(folder_of("qwen3", seed=1), DEVICE).model.state_dict())
+    new = dict(Policy.load(folder_of("qwen3", seed=1), DEVICE, in_float32()).model.state_dict())
     engine.update_weights(
         [{k: v for k, v in new.items() if k != "model.embed_tokens.weight"}], 1
     )  # under its other name

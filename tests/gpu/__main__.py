@@ -10,8 +10,11 @@ import sys
 
 
 def main(arguments: list[str]) -> int:
-    import torch
-
+    try:
+        import torch
+    except ImportError:
+        print(f"test-gpu: {sys.executable} has no torch; choose another Python with RUN=")
+        return 1
     if not torch.cuda.is_available():
         built = torch.version.cuda and f"torch {torch.__version__} for CUDA {torch.version.cuda} finds none"
         print(f"test-gpu: no GPU ({built or f'torch {torch.__version__} is built without CUDA'}); nothing was tested")

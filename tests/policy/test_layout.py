@@ -14,7 +14,7 @@ from hybrid_rl.model_folder.read import ModelError
 from hybrid_rl.policy.layout import first_fit_decreasing, pack, sampled_tokens
 from hybrid_rl.policy.model import Policy
 from hybrid_rl.types import Rollout
-from tests.device import DEVICE
+from tests.device import DEVICE, in_float32
 
 LAYOUTS = ("padded", "packed", "trees")
 CPU = torch.device("cpu")
@@ -176,7 +176,7 @@ def test_every_sampled_token_is_predicted_once_from_the_token_before_it(
 
 @pytest.mark.gpu
 def test_logprobs_and_gradients_are_those_of_plain_transformers(any_folder: Path, reference_of) -> None:
-    policy, rollouts = Policy.load(any_folder, DEVICE), mixed()
+    policy, rollouts = Policy.load(any_folder, DEVICE, in_float32()), mixed()
     expected, expected_gradient = plain(reference_of(any_folder).model, rollouts)
     for layout in LAYOUTS:
         logprobs, gradient = run(policy, rollouts, layout, 2048)
@@ -188,7 +188,7 @@ def test_logprobs_and_gradients_are_those_of_plain_transformers(any_folder: Path
 @given(rollouts=batches().filter(lambda rollouts: any(r.sampled for r in rollouts)))
 @settings(max_examples=25)
 def test_any_batch_has_one_result_in_all_layouts(tiny_folder: Path, reference_of, rollouts: list[Rollout]) -> None:
-    policy = Policy.load(tiny_folder, DEVICE)
+    policy = Policy.load(tiny_folder, DEVICE, in_float32())
     expected, expected_gradient = plain(reference_of(tiny_folder).model, rollouts)
     for layout in LAYOUTS:
         logprobs, gradient = run(policy, rollouts, layout, 40)
@@ -201,7 +201,7 @@ def test_any_batch_has_one_result_in_all_layouts(tiny_folder: Path, reference_of
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["qwen3", "llama"])
 def test_gradient_of_the_token_mean_does_not_depend_on_rows(folder_of, name: str) -> None:
-    policy, rollouts = Policy.load(folder_of(name), DEVICE), mixed(1)
+    policy, rollouts = Policy.load(folder_of(name), DEVICE, in_float32()), mixed(1)
     logprobs, gradient = run(policy, rollouts, "padded", 2048)
     for layout in LAYOUTS:
         rows = [len(pack(rollouts, layout, row_tokens)) for row_tokens in (2048, 64, 40)]

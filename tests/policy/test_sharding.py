@@ -26,7 +26,7 @@ from hybrid_rl.policy.sharding import local
 from hybrid_rl.policy.update import imitate, score
 from hybrid_rl.processes.ranks import Ranks
 from hybrid_rl.types import Rollout
-from tests.device import DEVICE
+from tests.device import DEVICE, in_float32
 from tests.ranks import on_ranks
 from tests.updates import rows_of, update
 
@@ -96,14 +96,14 @@ def test_gradient_and_metrics_are_those_of_one_rank(tiny_folder, world, layout, 
 @pytest.mark.parametrize(
     ("world", "settings"),
     [
-        (4, PolicyConfig(shard=2)),  # two replicas of two shards
-        (2, PolicyConfig(shard=1)),  # replicas only
-        (2, PolicyConfig(activation_checkpointing=True)),
-        (1, PolicyConfig(activation_checkpointing=True)),
+        (4, in_float32(shard=2)),  # two replicas of two shards
+        (2, in_float32(shard=1)),  # replicas only
+        (2, in_float32(activation_checkpointing=True)),
+        (1, in_float32(activation_checkpointing=True)),
     ],
 )
 def test_hybrid_sharding_and_activation_checkpointing_change_no_number(tiny_folder, world, settings):
-    expected = gradient_and_statistics(Ranks(), tiny_folder, PolicyConfig())
+    expected = gradient_and_statistics(Ranks(), tiny_folder, in_float32())
     for result in on_ranks(world, gradient_and_statistics, tiny_folder, replace(settings, row_tokens=60)):
         compare(result, expected, rtol=1e-5)
 
@@ -111,7 +111,7 @@ def test_hybrid_sharding_and_activation_checkpointing_change_no_number(tiny_fold
 @pytest.mark.gpu
 def test_a_tied_head_and_an_untied_one(folder_of):
     for name in ("llama", "gpt_neox", "qwen3_moe"):
-        expected = gradient_and_statistics(Ranks(), folder_of(name), PolicyConfig())
+        expected = gradient_and_statistics(Ranks(), folder_of(name), in_float32())
         for result in on_ranks(3, gradient_and_statistics, folder_of(name), rows_of(row_tokens=80)):
             compare(result, expected, rtol=3e-5)
 
@@ -124,7 +124,7 @@ def test_more_ranks_than_rollouts(tiny_folder):
 
 
 def few(ranks: Ranks, folder: Path) -> tuple[dict, dict]:
-    policy = Policy.load(folder, DEVICE, PolicyConfig(), ranks)
+    policy = Policy.load(folder, DEVICE, in_float32(), ranks)
     recorder = Recorder(policy)
     statistics = update(policy, recorder, rollouts(1, 1), [1.0], ppo_loss, 1.0)
     return recorder.gradient, statistics
@@ -134,8 +134,8 @@ def few(ranks: Ranks, folder: Path) -> tuple[dict, dict]:
 @pytest.mark.parametrize("dtype", [Precision.bfloat16, Precision.float16])
 @pytest.mark.parametrize("world", [1, 2])
 def test_half_precision_computes_on_float32_parameters(tiny_folder, dtype, world):
-    expected = gradient_and_statistics(Ranks(), tiny_folder, PolicyConfig())
-    for result in on_ranks(world, gradient_and_statistics, tiny_folder, PolicyConfig(dtype=dtype)):
+    expected = gradient_and_statistics(Ranks(), tiny_folder, in_float32())
+    for result in on_ranks(world, gradient_and_statistics, tiny_folder, in_float32(dtype=dtype)):
         assert all(g.dtype == torch.float32 for g in result[0].values())
         for (name, ours), theirs in zip(result[2].items(), expected[2].values(), strict=True):
             assert (ours - theirs).norm() / theirs.norm() < (0.15 if dtype == Precision.bfloat16 else 0.03), name
@@ -146,11 +146,11 @@ def test_groups_of_ranks_must_be_equal(tiny_folder):
     with pytest.raises(
         ModelError, match=r"policy.shard=3 does not divide the 4 ranks into equal groups; possible are 1, 2, 4"
     ):
-        Policy.load(tiny_folder, DEVICE, PolicyConfig(shard=3), Ranks(0, 4))
+        Policy.load(tiny_folder, DEVICE, in_float32(shard=3), Ranks(0, 4))
 
 
 def small_gradient(ranks: Ranks, folder: Path, dtype: Precision, scale: float) -> dict[str, Tensor]:
-    policy = Policy.load(folder, DEVICE, PolicyConfig(dtype=dtype), ranks)
+    policy = Policy.load(folder, DEVICE, in_float32(dtype=dtype), ranks)
     recorder = Recorder(policy, scale)
     update(policy, recorder, rollouts(), [1e-4 * a for a in ADVANTAGES], ppo_loss, 1.0)
     return {name: gradient / scale for name, gradient in recorder.gradient.items()}
@@ -208,9 +208,9 @@ def train_and_sample(ranks: Ranks, folder: Path, settings: PolicyConfig, steps: 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_ranks_sample_from_what_they_train(tiny_folder, world, offload):
     """Parameters are unsharded in place for the engine and given back; what waits on the host comes back bit for bit."""
-    expected = train_and_sample(Ranks(), tiny_folder, PolicyConfig(), 4)
+    expected = train_and_sample(Ranks(), tiny_folder, in_float32(), 4)
     assert expected["turns"][0] != expected["turns"][1]
-    for result in on_ranks(world, train_and_sample, tiny_folder, PolicyConfig(offload=offload), 4):
+    for result in on_ranks(world, train_and_sample, tiny_folder, in_float32(offload=offload), 4):
         for ours, theirs in zip(result["turns"], expected["turns"], strict=True):
             assert [ids for ids, _ in ours] == [ids for ids, _ in theirs]
         compare(
@@ -230,8 +230,8 @@ def test_ranks_sample_from_what_they_train(tiny_folder, world, offload):
 @pytest.mark.gpu
 def test_a_rank_holds_its_share_and_no_more(tiny_folder):
     one, four = (
-        train_and_sample(Ranks(), tiny_folder, PolicyConfig(), 2),
-        on_ranks(4, train_and_sample, tiny_folder, PolicyConfig(), 2),
+        train_and_sample(Ranks(), tiny_folder, in_float32(), 2),
+        on_ranks(4, train_and_sample, tiny_folder, in_float32(), 2),
     )
     assert all(result["bytes"][-1][0] < 0.27 * one["bytes"][-1][0] for result in four)
 
@@ -266,7 +266,7 @@ def test_all_ranks_together_hold_every_token_once(sizes, world, layout):
 
 
 def exported(ranks: Ranks, source: Path, folder: Path) -> None:
-    Policy.load(source, DEVICE, PolicyConfig(), ranks).export(folder)
+    Policy.load(source, DEVICE, in_float32(), ranks).export(folder)
 
 
 @pytest.mark.gpu

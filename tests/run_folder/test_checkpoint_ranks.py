@@ -25,7 +25,7 @@ from hybrid_rl.policy.sharding import make_mesh, shard
 from hybrid_rl.processes.ranks import Ranks
 from hybrid_rl.run_folder import checkpoint
 from hybrid_rl.run_folder.checkpoint import CheckpointError
-from tests.device import DEVICE, ON_GPU
+from tests.device import DEVICE, ON_GPU, in_float32
 from tests.ranks import on_ranks
 
 # (ranks, ranks that share one copy of the parameters; 0: plain tensors). (4, 2) and (2, 1) have replicas.
@@ -151,7 +151,7 @@ def test_each_rank_writes_its_share(tmp_path):
 
 
 def save_policy(ranks: Ranks, model_folder: Path, root: Path) -> None:
-    policy = Policy.load(model_folder, DEVICE, None, ranks)
+    policy = Policy.load(model_folder, DEVICE, in_float32(), ranks)
     optimizer = optimizer_of(policy)
     moments = optimizer.blank()
     put(policy.trainable, 5)
@@ -162,7 +162,7 @@ def save_policy(ranks: Ranks, model_folder: Path, root: Path) -> None:
 
 def test_a_real_policys_ties_and_names_are_the_same_on_one_rank(tiny_folder, tmp_path):
     on_ranks(2, save_policy, tiny_folder, tmp_path)
-    policy = Policy.load(tiny_folder, DEVICE)
+    policy = Policy.load(tiny_folder, DEVICE, in_float32())
     optimizer, found = optimizer_of(policy), checkpoint.latest(tmp_path)
     found.restore_policy(policy)
     found.restore_optimizer(optimizer)
