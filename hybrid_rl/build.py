@@ -16,7 +16,7 @@ from hybrid_rl.data.render import Checked, check_prompts
 from hybrid_rl.data.template import fix_template
 from hybrid_rl.engine.base import KV_CACHE, WEIGHTS, Engine
 from hybrid_rl.engine.make import Sampled, make_engine
-from hybrid_rl.handover import Turn
+from hybrid_rl.handover import Handover
 from hybrid_rl.machine import cores
 from hybrid_rl.model_folder.read import read_config
 from hybrid_rl.model_folder.tokenizer import read_tokenizer
@@ -92,7 +92,9 @@ def build(start: Start) -> Session:
         config=config,
         folder=folder,
         policy=policy,
-        turn=Turn(policy, engine, config.handover.bucket_mib * 2**20, config.engine.restarts, start.console.say),
+        handover=Handover(
+            policy, engine, config.handover.bucket_mib * 2**20, config.engine.restarts, start.console.say
+        ),
         tasks=tasks,
         scorer=start.scorer,
         console=start.console,

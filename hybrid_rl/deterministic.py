@@ -31,8 +31,8 @@ def make_deterministic(seed: int) -> None:
 def seed_all(number: int) -> None:
     """Seed the generators of Python, NumPy and torch.
 
-    Each step calls it with a number derived from the run's seed and the step: what a recipe draws in the step is then the
-    same on every rank and in a resumed run, without saving the state of a generator.
+    Each step calls it with a number derived from the run's seed and the step: what a recipe draws in the step is then
+    the same on every rank and in a resumed run, without saving the state of a generator.
     """
     random.seed(number)
     np.random.seed(number % 2**32)

@@ -1,6 +1,8 @@
-"""Evaluation: every held-out task once (or eval.samples times), through the same engine, phases and scoring as training.
+"""Evaluate on every held-out task once (or eval.samples times), with the engine, phases and scoring of training.
 
-Evaluate a model again, and do nothing else: python -m hybrid_rl.evaluate +recipe=mine model.path=outputs/mine/<run>/final
+To evaluate a model and do nothing else:
+
+    python -m hybrid_rl.evaluate +recipe=mine model.path=outputs/mine/<run>/final
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import Any
 from hybrid_rl.engine.base import Sampling
 from hybrid_rl.report.console import eval_line
 from hybrid_rl.report.step_metrics import mean, mean_by_source, pass_at_k, spread
-from hybrid_rl.rollout.generate import fault_metrics, first_faults, make_group, reward_faults, sample_groups
+from hybrid_rl.rollout.generate import fault_metrics, first_faults, reward_faults
 from hybrid_rl.session import Session
 from hybrid_rl.types import Group
 
@@ -21,15 +23,15 @@ ROUNDING = 1e-9  # 0.7 + 0.2 + 0.1 is a little less than 1: a reward of weighted
 
 
 def evaluate(s: Session, name: str, step: int = 0) -> float:
-    """Return the mean reward over the held-out tasks, with a random stream per task that is the same at every evaluation.
+    """Return the mean reward over the held-out tasks; each task has the same random stream at every evaluation.
 
-    A reward that failed counts as 0 here, and is reported: leaving it out would flatter the mean. The engine must be awake.
+    A failed reward counts as 0 and is reported: without it the mean would be too high. The engine must be awake.
     """
     config, rollout = s.config.eval, s.config.rollout
     tasks = list(s.tasks.eval)[: config.max_tasks or None]
-    tokenizer = s.policy.tokenizer
+    generator = s.generator
     groups = [
-        make_group(i, task, config.samples, tokenizer, rollout.max_prompt_tokens, s.config.seed, "eval", task.id)
+        generator.new_group(i, task, config.samples, rollout.max_prompt_tokens, s.config.seed, "eval", task.id)
         for i, task in enumerate(tasks)
     ]
     sampling = Sampling(config.temperature, rollout.top_k, rollout.top_p, rollout.max_tokens)
@@ -37,9 +39,7 @@ def evaluate(s: Session, name: str, step: int = 0) -> float:
         s.progress.clock.timed("eval"),
         s.console.progress("evaluating", len(tasks) * config.samples) as advance,
     ):
-        errors = sample_groups(
-            s.turn.engine, groups, sampling, tokenizer, s.scorer, s.policy.ranks, advance, s.turn.revive
-        )
+        errors = generator.fill(groups, sampling, advance)
     rollouts = [r for group in groups for r in group.rollouts]
     values = {
         "name": name,
@@ -64,10 +64,11 @@ def evaluate(s: Session, name: str, step: int = 0) -> float:
 
 
 def scores(groups: Sequence[Group], pass_reward: float) -> dict[str, Any]:
-    """Return how good the groups' rollouts are, an unscored one counted as 0; all groups are of one size n.
+    """Return the scores of the groups, which have one size n; a rollout without a reward counts as 0.
 
-    reward: the mean, avg@n. correct: share of samples whose reward is at least `pass_reward`. If n > 1, pass_at: for k = 1, 2, 4, … ≤ n
-    the probability that k samples hold a right one, a mean over tasks. If tasks have two sources or more, sources: mean reward of each.
+    reward: the mean, avg@n. correct: share of samples whose reward is at least `pass_reward`. If n > 1, pass_at: for
+    k = 1, 2, 4, … ≤ n the probability that k samples hold a right one, a mean over tasks. If tasks have two sources or
+    more, sources: mean reward of each.
     """
     rewards = [[r.reward or 0.0 for r in group.rollouts] for group in groups]
     every = [reward for of_task in rewards for reward in of_task]

@@ -1,7 +1,7 @@
-"""Whose turn it is with the device: the trainer's weights reach the engine, and the trainer takes its memory back.
+"""Hand the device over: to the engine, with the trainer's weights, and back to the trainer.
 
-`hand_over` and `take_back` are the only places where memory changes hands, in training and in evaluation alike. A `Turn` calls them for
-a run, and starts an engine again that died.
+`hand_over` and `take_back` are the only places where memory changes hands, in training and in evaluation alike.
+`Handover` calls them for a run, and restarts an engine that died.
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ BUCKET_BYTES = 512 * 2**20
 
 
 class HandoverError(RuntimeError):
-    """The engine's weights are not the policy's."""
+    """Raised when the engine's weights are not the policy's, or these are not finite."""
 
 
 @dataclass(slots=True)
-class Turn:
-    """The engine may sample between `to_engine` and `to_trainer`. All calls are collective."""
+class Handover:
+    """Give the device to the engine and to the trainer in turns: it samples between `to_engine` and `to_trainer`.
+
+    All calls are collective.
+    """
 
     policy: Policy
     engine: Engine
@@ -38,7 +41,7 @@ class Turn:
     restarts: int = 0
 
     def to_engine(self, version: int, optimizer: Optimizer | None = None, verify: bool = False) -> None:
-        """Hand the weights over; if the engine turns out to be dead, to a new one. It is awake when this returns."""
+        """Hand the weights over, to a new engine if it turns out to be dead. It is awake when this returns."""
         self.version = version
         while True:
             try:
@@ -49,22 +52,24 @@ class Turn:
                 verify = True
 
     def to_trainer(self, optimizer: Optimizer | None = None) -> None:
+        """Put the engine to sleep, and bring back what the trainer had parked."""
         take_back(self.policy, self.engine, optimizer)
 
     def revive(self, error: EngineDied) -> None:
-        """Start a new engine with the same weights in the place of one that died while it sampled."""
+        """Replace an engine that died while it sampled with a new one that has the same weights."""
         self._restart(error)
         self.to_engine(self.version, verify=True)
 
     def _restart(self, error: EngineDied, optimizer: Optimizer | None = None) -> None:
-        """Raise EngineError if that was done as often as it is allowed."""
+        """Restart the engine, asleep. Raise EngineError if no restart is left."""
         if self.restarts >= self.allowed_restarts:
             raise EngineError(
-                f"the engine died {self.allowed_restarts + 1} times, and engine.restarts={self.allowed_restarts}; {error}"
+                f"the engine died {self.allowed_restarts + 1} times, and engine.restarts={self.allowed_restarts}; "
+                f"{error}"
             )
         self.restarts += 1
         self.say(f"engine restarted ({self.restarts} of {self.allowed_restarts} times): {str(error).splitlines()[0]}")
-        self.policy.park()  # a new engine takes its memory at once, so the trainer's part must not lie there
+        self.policy.park()  # a new engine takes its memory at once, so the trainer must free its part
         if optimizer is not None:
             optimizer.park()
         release_cached(self.policy.device)
@@ -82,15 +87,17 @@ def hand_over(
     verify: bool = False,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> int:
-    """Trainer → engine: wake the engine's weights, bring the policy's in, park what only the trainer needs, wake the KV cache last.
+    """Give the device to the engine, and return the bytes that this rank copied. Collective.
 
-    Returns the bytes that this rank copied. An engine that samples from the policy's own parameters has nothing to copy: they are
-    unsharded in place. `verify` then compares name by name. Collective: an error on one rank is raised on all.
-    Raises HandoverError for non-finite weights before anything moves.
+    In this order: wake the engine's weights, copy the policy's in, park what only the trainer needs, wake the KV cache.
+    For an engine that samples from the policy's own parameters they are unsharded in place instead of copied. `verify`
+    compares the weights name by name. Raises HandoverError for non-finite weights before anything moves; an error on
+    one rank is raised on all.
     """
     if name := broken_weight(policy):
         raise HandoverError(
-            f"{name} of the policy's weights is infinite or NaN (version {version}); nothing sound can be sampled from them"
+            f"{name} of the policy's weights is infinite or NaN (version {version}); "
+            "nothing sound can be sampled from them"
         )
     shared, moved = engine.shares(policy.sampler), 0
     if not shared:  # it is in another process
@@ -113,9 +120,9 @@ def hand_over(
 
 
 def take_back(policy: Policy, engine: Engine, optimizer: Optimizer | None = None) -> int:
-    """Engine → trainer: the KV cache goes, and weights that are whole only for the engine; then what was parked comes back.
+    """Give the device back to the trainer, and return the bytes freed. Collective.
 
-    Returns the bytes freed, which are free when this returns (engine and policy raise where they are not).
+    The KV cache and whole weights are freed, which engine and policy check; then the parked tensors are moved back.
     """
     try:
         freed = engine.sleep([KV_CACHE, WEIGHTS])

@@ -1,4 +1,4 @@
-"""From a step's scored rollouts to optimizer steps: what each part of `algo` is given, and in which order.
+"""Turn a step's scored rollouts into optimizer steps, calling each part of `algo` in its order:
 
 every model's log-probabilities → advantages → corrections → epochs × minibatches of selections, loss, aggregation,
 gradient, AdamW
@@ -41,26 +41,26 @@ Advantages = dict[tuple[int, int], float]  # of (group id, index): the mean over
 
 
 @dataclass(slots=True)
-class Lesson:
-    """What all updates of a step learn from: the batch, and of its N tokens the numbers that no update changes."""
+class StepInputs:
+    """The inputs of all updates of a step: the batch, and the numbers of its N tokens that no update changes."""
 
     step: int
     batch: Batch
-    minibatches: list[range]  # numbers of rollouts
+    minibatches: list[range]  # the rollouts' places in the batch
     given: Given
-    kept: Tensor  # [N] bool, the tokens that a loss sees
+    kept: Tensor  # [N] bool: the tokens that a loss sees
     objective: Objective
-    values: Tensor | None = None  # [N] the critic's predictions
-    targets: Tensor | None = None  # [N] what it should have predicted
+    values: Tensor | None = None  # [N] the critic's predictions before the step
+    targets: Tensor | None = None  # [N] what the critic should predict
 
     def seen(self) -> set[int]:
-        """Return the numbers of the rollouts with a token whose loss is not 0."""
+        """Return the places of the rollouts with a token whose loss is not 0."""
         other_terms = self.objective.entropy_coef or (self.objective.kl_coef and self.given.ref_logprobs is not None)
         return set(self.given.rollout[self.kept if other_terms else self.kept & (self.given.corrections != 0)].tolist())
 
 
 def make_learner(s: Session, start: int) -> Learner:
-    """Build the learner of a session's RL stage, which goes on after step `start` with the models saved then."""
+    """Return the learner of a session's RL stage; `start` is the step after which it goes on, 0 for a new stage."""
     config, algo, policy, wanted = s.config, s.config.algo, s.policy, needs(s.config.algo.advantage)
     roles = Roles(policy, config.rollout.temperature)
     restore = partial(restore_reference, s.folder) if start else None
@@ -78,38 +78,38 @@ def make_learner(s: Session, start: int) -> Learner:
 
 
 class Learner:
-    """The parts and models that algo names, and the optimizer. Collective: every rank is given the whole batch.
+    """Train the policy, and the critic if there is one, with the parts that `algo` names.
 
-    `keep` names a fault and keeps its batch; it is given the model whose numbers they are.
+    Collective: every rank gets the whole batch. `keep` reports a fault in a model's numbers and saves its batch.
     """
 
     def __init__(self, config: Config, roles: Roles, keep: Callable[[BadBatch, Fault, Policy], None]):
         self.config, self.algo, self.roles, self.keep = config, config.algo, roles, keep
         self.policy, self.critic, self.parts = roles.policy, roles.critic, Parts(config.algo)
         self.kl_coef = self.algo.kl.coef
-        self.greedy = "greedy" in needs(self.algo.advantage)
         self.warmup = self.algo.critic.warmup_steps if self.critic else 0
         self.a_step = self.algo.epochs * self.algo.minibatches  # updates
         updates = max(0, config.rl.steps - self.warmup) * self.a_step
         self.optimizer = make_optimizer(self.policy, config.rl.optimizer, updates)
 
     def park(self) -> None:
-        """Make room for the engine: move what only updates need, but for the optimizer, which the handover parks."""
+        """Move the critic to host memory while the engine samples; the handover moves policy and optimizer."""
         if self.critic:
             self.critic.park()
 
     def state(self) -> dict[str, float]:
-        """Return what a resumed run needs besides weights and moments."""
+        """Return what a resumed run needs in addition to weights and moments."""
         return {"kl_coef": self.kl_coef}
 
     def restore(self, state: dict[str, float]) -> None:
         self.kl_coef = state["kl_coef"]
 
     def learn(self, batch: Batch, step: int) -> tuple[Numbers, Advantages]:
-        """Take all updates of RL step number `step`, and note in `batch.trained` which rollouts they used.
+        """Take all updates of RL step `step`. Return its metrics and the rollouts' advantages.
 
-        Statistics are means over the updates, None if there was none; "nothing_trained" says then why, by the names of
-        console.NOTHING. Only the mismatch is from before the first update: after it the difference is learning.
+        `batch.trained` then holds the rollouts that were used. Metrics are means over the updates, or None without one;
+        "nothing_trained" then says why, by a name in console.NOTHING. The mismatch is taken before the first update,
+        because later the policy's learning adds to it.
         """
         self._go_to(step)
         numbers: Numbers = dict.fromkeys((*MEASURED, *(["reference_kl"] if self.roles.reference else [])))
@@ -133,15 +133,15 @@ class Learner:
         facts = scored.old_logprobs, scored.behaviour_logprobs, scored.rollout
         given = Given(advantages, *facts, corrections, kept.float(), 1.0, scored.ref_logprobs)
         objective = Objective.of(self.algo, self.kl_coef)
-        lesson = Lesson(step, batch, minibatches, given, kept, objective, scored.values, targets)
-        results, log_ratios = self._take_updates(lesson)
+        inputs = StepInputs(step, batch, minibatches, given, kept, objective, scored.values, targets)
+        results, log_ratios = self._take_updates(inputs)
         self._check_weights(step)
         numbers |= dropped | {"advantage_std": float(advantages[kept].std()) if kept.sum() > 1 else None}
         if scored.values is not None and targets is not None:
             numbers["explained_variance"] = explained_variance(scored.values[kept], targets[kept])
         numbers |= mean_numbers(results) | {"trained": len(batch.trained)}
         if not batch.trained:
-            numbers["nothing_trained"] = _why_nothing(numbers, scored, lesson)
+            numbers["nothing_trained"] = _why_nothing(numbers, scored, inputs)
         if log_ratios:
             numbers |= {f"ratio_{name}": value for name, value in quantiles(torch.cat(log_ratios)).items()}
         if self.algo.old_logprobs == OldLogprobs.recomputed:
@@ -154,14 +154,13 @@ class Learner:
         return numbers, {(r.group_id, r.index): a for r, a in zip(batch.rollouts, means, strict=True)}
 
     def _go_to(self, step: int, update: int = 0) -> None:
-        """Set both schedules to an update of a step; the learning rates follow all steps, those without an update
-        too."""
+        """Set both learning-rate schedules to an update of a step; steps without an update advance them too."""
         self.optimizer.steps = max(0, (step - 1 - self.warmup) * self.a_step + update)
         if self.critic:
             self.critic.optimizer.steps = (step - 1) * self.a_step + update
 
     def _score(self, batch: Batch, minibatches: Sequence[range]) -> Scored:
-        """Return the batch's numbers from every model, before any of them moves."""
+        """Return the batch with every model's numbers, computed before the first update."""
         algo, rollouts, device = self.algo, batch.rollouts, self.policy.device
         behaviour = sampled_tokens(rollouts, device).behaviour_logprobs
         rows = [rollouts[i.start : i.stop] for i in minibatches]
@@ -180,61 +179,61 @@ class Learner:
             ref_logprobs=found.get(REFERENCE),
             teacher_logprobs=found.get(TEACHER),
             values=found.get(VALUE),
-            greedy=torch.tensor([batch.greedy[r.group_id] for r in rollouts], device=device) if self.greedy else None,
+            greedy=torch.tensor([batch.greedy[r.group_id] for r in rollouts], device=device) if batch.greedy else None,
         )
         if scored.ref_logprobs is not None and algo.kl.place == KlPlace.reward:
             scored.penalties = -self.kl_coef * self.parts.kl(scored.old_logprobs, scored.ref_logprobs)
         return scored
 
-    def _take_updates(self, lesson: Lesson) -> tuple[list[dict[str, float]], list[Tensor]]:
-        """Take every update of the step, and note the rollouts that they used; returns their numbers and log-ratios."""
-        results, log_ratios, seen, max_tokens = [], [], lesson.seen(), self.config.rollout.max_tokens
+    def _take_updates(self, inputs: StepInputs) -> tuple[list[dict[str, float]], list[Tensor]]:
+        """Take every update of the step, and add its rollouts to `batch.trained`. Return numbers and log-ratios."""
+        results, log_ratios, seen, max_tokens = [], [], inputs.seen(), self.config.rollout.max_tokens
         for epoch in range(self.algo.epochs):
-            for position, minibatch in enumerate(lesson.minibatches):
-                members, own, chosen = self.parts.minibatch(lesson.given, lesson.kept, minibatch, max_tokens)
+            for position, minibatch in enumerate(inputs.minibatches):
+                members, own, chosen = self.parts.minibatch(inputs.given, inputs.kept, minibatch, max_tokens)
                 if not members:
                     continue
-                self._go_to(lesson.step, epoch * self.algo.minibatches + position)
-                result, ratios = self._take_update(lesson, members, own, chosen)
+                self._go_to(inputs.step, epoch * self.algo.minibatches + position)
+                result, ratios = self._take_update(inputs, members, own, chosen)
                 results.append(result)
                 log_ratios += [] if ratios is None else [ratios]
                 if not result["skipped"] and (self.critic or result["grad_norm"]):
-                    rollouts = (lesson.batch.rollouts[i] for i in members if i in seen)
-                    lesson.batch.trained |= {(r.group_id, r.index) for r in rollouts}
+                    rollouts = (inputs.batch.rollouts[i] for i in members if i in seen)
+                    inputs.batch.trained |= {(r.group_id, r.index) for r in rollouts}
         return results, log_ratios
 
     def _take_update(
-        self, lesson: Lesson, members: list[int], given: Given, chosen: Tensor
+        self, inputs: StepInputs, members: list[int], given: Given, chosen: Tensor
     ) -> tuple[dict[str, float], Tensor | None]:
-        """Take one update of the critic, if there is one, and after the warm-up one of the policy.
+        """Take one update of the critic, if there is one, and after its warm-up one of the policy.
 
-        Returns their numbers, and the policy's log-ratios [M] or None.
+        Return their numbers, and the policy's log-ratios [M] or None.
         """
-        rollouts, result = [lesson.batch.rollouts[i] for i in members], dict[str, float]()
+        rollouts, result = [inputs.batch.rollouts[i] for i in members], dict[str, float]()
         facts = {"divisor": given.divisor, "kl_coef": self.kl_coef}
-        bad = BadBatch("policy", lesson.step, lesson.batch.groups, members, given.columns(), facts)
+        bad = BadBatch("policy", inputs.step, inputs.batch.groups, members, given.columns(), facts)
         if self.critic:
-            assert lesson.values is not None
-            assert lesson.targets is not None
-            values, targets = lesson.values[chosen], lesson.targets[chosen]
+            assert inputs.values is not None
+            assert inputs.targets is not None
+            values, targets = inputs.values[chosen], inputs.targets[chosen]
             done = self.critic.update(rollouts, values, targets, given)
             result |= done.numbers
             if done.fault:
                 of_critic = replace(bad, kind="critic", columns={**bad.columns, "values": values, "targets": targets})
                 self._keep(of_critic, done.fault, self.critic.optimizer, self.critic.model)
-        if lesson.step <= self.warmup:
+        if inputs.step <= self.warmup:
             return result, None
-        given, selected = self._look(rollouts, given, lesson.kept[chosen])
-        done = update(self.policy, self.optimizer, rollouts, given, lesson.objective, self.roles.temperature)
+        given, selected = self._look(rollouts, given, inputs.kept[chosen])
+        done = update(self.policy, self.optimizer, rollouts, given, inputs.objective, self.roles.temperature)
         if done.fault:
             self._keep(replace(bad, columns=given.columns()), done.fault, self.optimizer, self.policy)
         skipped = done.numbers["skipped"] + result.get("skipped", 0.0)
         return result | selected | done.numbers | {"skipped": skipped}, done.log_ratios
 
     def _look(self, rollouts: Sequence[Rollout], given: Given, kept: Tensor) -> tuple[Given, dict[str, float]]:
-        """Add what selections and the loss's look find in the minibatch with the policy as it is now.
+        """Return `given` with the results of selections and of the loss's look, for the policy as it is now.
 
-        Returns with it the share that was selected, if there are selections.
+        Return also the share of tokens selected, if there are selections.
         """
         if not self.parts.selections and not self.parts.look:
             return given, {}
@@ -249,12 +248,12 @@ class Learner:
         return replace(given, corrections=corrections, look=looked), selected
 
     def _keep(self, bad: BadBatch, fault: Fault, optimizer: Optimizer, model: Policy) -> None:
-        """Name the fault of a skipped step and keep its batch. Raises TrainingDiverged after too many in a row."""
+        """Report a skipped step's fault and save its batch. Raise TrainingDiverged after too many in a row."""
         self.keep(replace(bad, facts={**bad.facts, "scale": optimizer.scale}), fault, model)
         optimizer.check(fault)
 
     def _check_weights(self, step: int) -> None:
-        """Raise TrainingDiverged for a non-finite weight, before it reaches engine or checkpoint."""
+        """Raise TrainingDiverged for a non-finite weight, before it reaches the engine or a checkpoint."""
         for what, model in (("policy", self.policy), *([("critic", self.critic.model)] if self.critic else [])):
             if name := broken_weight(model):
                 raise TrainingDiverged(
@@ -263,10 +262,10 @@ class Learner:
                 )
 
 
-def _why_nothing(numbers: Numbers, scored: Scored, lesson: Lesson) -> str:
-    """Return the name in console.NOTHING of what left a batch with groups untrained."""
+def _why_nothing(numbers: Numbers, scored: Scored, inputs: StepInputs) -> str:
+    """Return the reason, a name in console.NOTHING, for which a batch with groups was not trained."""
     if numbers["skipped"]:
         return "not_finite"
     if not scored.kept.any():
         return "truncated"
-    return "zero_gradient" if lesson.seen() else "corrected"
+    return "zero_gradient" if inputs.seen() else "corrected"

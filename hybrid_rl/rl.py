@@ -1,4 +1,4 @@
-"""The loop: hand the weights over, sample, give the KV cache back, train. Read it top to bottom; this is the system."""
+"""The loop of RL: hand the weights over, sample, release the KV cache, train. Read it from top to bottom."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from hybrid_rl.deterministic import seed_all
 from hybrid_rl.engine.base import request_seed
 from hybrid_rl.evaluate import evaluate
-from hybrid_rl.learner import Learner, make_learner
+from hybrid_rl.learner import make_learner
 from hybrid_rl.report.alarms import Alarms
 from hybrid_rl.report.console import NOTHING, step_line
 from hybrid_rl.report.phases import Phases
@@ -17,19 +17,19 @@ from hybrid_rl.session import Session
 
 
 class NothingTrained(RuntimeError):
-    """RL steps had no gradient for too long."""
+    """Raised when too many RL steps in a row had no gradient."""
 
 
 def train_rl(s: Session) -> None:
-    """Take rl.steps steps of synchronous GRPO. Goes on from a checkpoint of this stage, if the run was resumed in it.
+    """Take rl.steps synchronous RL steps; a run that was resumed in this stage goes on from its checkpoint.
 
-    Every rank runs this: it samples its share, and trains its share, of what all of them know. Raises NothingTrained, with a checkpoint
-    saved, after rl.max_empty_steps steps in a row without an update.
+    Every rank runs this: all know the whole batch, and each samples and trains its share. Raises NothingTrained, with a
+    checkpoint saved, after rl.max_empty_steps steps in a row without an update.
     """
-    config, policy, turn, progress = s.config.rl, s.policy, s.turn, s.progress
+    config, policy, handover, progress = s.config.rl, s.policy, s.handover, s.progress
     start = s.resumed_step("rl")
     learner, alarms = make_learner(s, start), Alarms()
-    optimizer, collector = learner.optimizer, _collector(s, learner)
+    optimizer, collector = learner.optimizer, Collector(s.generator, s.tasks.rl, s.config, s.data_seed)
     if s.resumed and start:
         s.resumed.restore_optimizer(optimizer)
         for name, part in (("learner", learner), ("collector", collector), ("alarms", alarms)):
@@ -37,18 +37,18 @@ def train_rl(s: Session) -> None:
 
     for step in range(start + 1, config.steps + 1):
         seed_all(request_seed(s.config.seed, "rl", step))
-        phases, restarts = Phases(policy.device), turn.restarts
+        phases, restarts = Phases(policy.device), handover.restarts
         with phases("handover"):
             learner.park()
-            turn.to_engine(progress.version, optimizer, verify=s.config.handover.verify or step == start + 1)
+            handover.to_engine(progress.version, optimizer, verify=s.config.handover.verify or step == start + 1)
         if config.eval_every and step > 1 and (step - 1) % config.eval_every == 0:
             with phases("evaluate"):
                 evaluate(s, "step", step - 1)
         with phases("rollout"), s.console.progress(f"step {step}: sampling", s.config.rollout.batch_size) as advance:
-            before = replace(turn.engine.stats)
+            before = replace(handover.engine.stats)
             batch = collector.collect(advance)
         with phases("sleep"):
-            turn.to_trainer(optimizer)
+            handover.to_trainer(optimizer)
         with phases("update"):
             trained, advantages = learner.learn(batch, step)
             progress.version += 1
@@ -62,13 +62,13 @@ def train_rl(s: Session) -> None:
             **rollout_metrics(batch),
             **trained,
             **phase_metrics(phases, batch, policy.ranks),
-            **prompt_metrics(before, turn.engine.stats, policy.ranks),
-            "engine_restarts": turn.restarts - restarts,
+            **prompt_metrics(before, handover.engine.stats, policy.ranks),
+            "engine_restarts": handover.restarts - restarts,
         }
         begun = alarms.check(values)
-        # before the checkpoint, which counts its lines: a killed run loses and doubles none
+        # before the checkpoint, which stores the number of lines: a resumed run then loses and repeats none
         s.metrics.write("rl", **values, alarms=list(begun))
-        s.saver.publish(wait=False)  # the checkpoint of a step before, if it is written by now
+        s.saver.publish(wait=False)  # an earlier step's checkpoint, if it is written by now
         stopping = s.stop_asked()
         idle = 0 < config.max_empty_steps <= progress.empty_steps
         due = step % config.checkpoint_every == 0 or (config.keep_best and step % config.eval_every == 0)
@@ -88,25 +88,9 @@ def train_rl(s: Session) -> None:
     s.saver.publish()
 
 
-def _collector(s: Session, learner: Learner) -> Collector:
-    return Collector(
-        s.turn.engine,
-        s.tasks.rl,
-        s.policy.tokenizer,
-        s.scorer,
-        s.config.rollout,
-        s.config.seed,
-        s.policy.ranks,
-        s.config.algo,
-        learner.greedy,
-        s.turn.revive,
-        s.data_seed,
-    )
-
-
 def _idle(s: Session, step: int, nothing: str) -> str:
     why, remedy = NOTHING[nothing]
     return (
-        f"nothing was trained in {s.progress.empty_steps} RL steps in a row (rl.max_empty_steps={s.config.rl.max_empty_steps}), "
-        f"in step {step} because {why}: {remedy}"
+        f"nothing was trained in {s.progress.empty_steps} RL steps in a row "
+        f"(rl.max_empty_steps={s.config.rl.max_empty_steps}), in step {step} because {why}: {remedy}"
     )

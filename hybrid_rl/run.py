@@ -1,4 +1,4 @@
-"""Entry: compose → validate → start the ranks, where there are several → stages (evaluate, sft, rl, evaluate) → report.
+"""Run the command: compose and check the settings, start the ranks if there are several, run the stages.
 
 - train: python -m hybrid_rl.run +recipe=reverse
 - check everything, print the plan: python -m hybrid_rl.run +recipe=reverse dry_run=true
@@ -6,7 +6,7 @@
 - on ranks of another launcher: torchrun --nproc-per-node 2 -m hybrid_rl.run +recipe=reverse
 - sweep: python -m hybrid_rl.run +recipe=reverse -m seed=0,1,2
 - go on with a run, its settings from its folder: python -m hybrid_rl.run resume=outputs/reverse/<run> rl.steps=40
-- evaluate a model, and do nothing else: python -m hybrid_rl.evaluate +recipe=reverse model.path=outputs/reverse/<run>/final
+- evaluate a model, and do nothing else: python -m hybrid_rl.evaluate +recipe=reverse model.path=<folder>
 - the resolved configuration: python -m hybrid_rl.run +recipe=reverse --cfg job
 - a recipe of your own, my_conf/recipe/mine.yaml: python -m hybrid_rl.run --config-dir my_conf +recipe=mine
 """
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command with `arguments`, by default those of the command line; returns the exit code. May be called again."""
+    """Run the command with `arguments`, by default the command line's. Return the exit code. May be called again."""
     try:
         code = _main(sys.argv[1:] if arguments is None else list(arguments))
     except ConfigError as error:
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _ranks.leave(code) if _ranks else code
 
 
-_ranks: Ranks | None = None  # when a launcher started several, this program's own one included
+_ranks: Ranks | None = None  # if a launcher, or this program itself, started several
 
 
 def _main(arguments: list[str]) -> int:
@@ -85,7 +85,8 @@ def _main(arguments: list[str]) -> int:
     ):
         if value:
             raise ConfigError(
-                f"--{name}={value}: is not supported; settings of your own are recipes: --config-dir FOLDER +recipe=NAME"
+                f"--{name}={value}: is not supported; put your own settings into a recipe: "
+                "--config-dir FOLDER +recipe=NAME"
             )
     if given.multirun and launched():
         raise ConfigError(
@@ -117,7 +118,7 @@ def _main(arguments: list[str]) -> int:
 
 
 def _job(config: Config, folder: Path, arguments: list[str]) -> int:
-    """One run, in this process or on ranks that it starts with `arguments`; returns the exit code."""
+    """Run the stages in this process, or on ranks started with `arguments`. Return the exit code."""
     ranks = world() or config.ranks or _gpus(config) or 1  # torch loads here, after every setting was checked
     if ranks > 1 and not _ranks:
         return launch(ranks, arguments, folder, config.rank_timeout, config.stop_timeout)
@@ -131,11 +132,11 @@ def _job(config: Config, folder: Path, arguments: list[str]) -> int:
         return run(config, folder, here)
 
 
-# ---- sweeps -----------------------------------------------------------------------------------------------------------
+# ---- sweeps ---------------------------------------------------------------------------------------------------------
 
 
 def _sweep(overrides: list[str], own: Path | None, configs: Sequence[Config], folder: Path) -> int:
-    """Run every combination of a sweep, each in a process of its own; returns 1 when one failed, 128 + n when signal n ended the sweep."""
+    """Run every job of a sweep in its own process. Return 1 if one failed, 128 + n if signal n ended the sweep."""
     if not all(config.dry_run for config in configs):
         _check_writable(folder, f"hydra.sweep.dir={folder}")
     patience = MARGIN + max(config.stop_timeout for config in configs)
@@ -148,8 +149,8 @@ def _sweep(overrides: list[str], own: Path | None, configs: Sequence[Config], fo
 
 
 def _sweep_job(own: Path | None, config: DictConfig) -> int:
-    """One job of a sweep, in whatever process Hydra's launcher calls it: no job inherits another's memory or threads."""
-    if asked():  # a signal is meant for the whole sweep, a failure only for its job
+    """Run one job of a sweep in a new process, so that it does not inherit another job's memory or threads."""
+    if asked():  # a signal ends the whole sweep, a failure only its job
         return 128 + asked()
     job = HydraConfig.get()
     task = list(job.overrides.task)
@@ -166,18 +167,19 @@ def _config_dir(own: Path | None) -> list[str]:
 
 
 def _run_dir(folder: Path) -> str:
-    """For Hydra's grammar, to which commas, brackets and = mean something."""
+    """Return the override that sets the run's folder, quoted because commas, brackets and = have a meaning to Hydra."""
     quoted = str(folder).replace("'", "\\'")
     return f"hydra.run.dir='{quoted}'"
 
 
-# ---- where a run is written -------------------------------------------------------------------------------------------
+# ---- where a run is written -----------------------------------------------------------------------------------------
 
 
 def _choose_folder(config: Config, given: str) -> Path:
-    """Return the run's folder: the one that resume or hydra.run.dir (`given`) names, the newest unfinished one, or a new one named by the time.
+    """Return the run's folder: that of `resume` or hydra.run.dir (`given`), the newest unfinished one, or a new one.
 
-    Raises ConfigError when there is none as resume asks for, or it cannot be written to. A dry run needs none.
+    A new one is named by the time. Raises ConfigError if `resume` asks for one that does not exist, or the folder
+    cannot be written to. A dry run needs no folder.
     """
     if config.dry_run:
         return Path()
@@ -204,7 +206,8 @@ def _choose_folder(config: Config, given: str) -> Path:
         raise ConfigError(f"resume=must: there is no run in {runs} to go on with")
     if config.resume == "must" and finished:
         raise ConfigError(
-            f"resume=must: the newest run, {newest}, reached its end; resume={newest} with more rl.steps trains it further"
+            f"resume=must: the newest run, {newest}, reached its end; resume={newest} with more rl.steps trains it "
+            "further"
         )
     if config.resume != "never" and newest and not finished:
         return _check_writable(newest, f"resume={config.resume}: {newest}")
@@ -217,12 +220,12 @@ def _choose_folder(config: Config, given: str) -> Path:
 
 
 def _begun(folder: Path) -> bool:
-    """Whether a run got as far as to write its settings there. One that has lost them may still have what it trained."""
+    """Return whether a run has begun there: its settings exist, or at least a complete checkpoint."""
     return (folder / "config.yaml").exists() or any(folder.glob("checkpoints/[!.]*/COMPLETE"))
 
 
 def _check_writable(folder: Path, setting: str) -> Path:
-    """Return the folder. Raise ConfigError, which names the setting, when files cannot be written to it, or it cannot be made."""
+    """Return the folder. Raise ConfigError, which names `setting`, if it cannot be made or written to."""
     try:
         there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         if not there.is_dir():
@@ -234,7 +237,7 @@ def _check_writable(folder: Path, setting: str) -> Path:
 
 
 def _check_ranks(config: Config) -> None:
-    """Raise ConfigError when `ranks` contradicts the launcher, or the ranks of this machine need more GPUs than it has."""
+    """Raise ConfigError if `ranks` contradicts the launcher, or if this machine has too few GPUs for its ranks."""
     if world() and config.ranks not in (0, world()):
         raise ConfigError(f"ranks={config.ranks}: the launcher started {world()}; leave ranks out")
     ranks = int(os.environ["LOCAL_WORLD_SIZE"]) if launched() else config.ranks
@@ -247,7 +250,7 @@ def _check_ranks(config: Config) -> None:
 
 
 def _gpus(config: Config) -> int:
-    """GPUs of this machine that ranks may use."""
+    """Return the number of GPUs of this machine that ranks may use."""
     import torch
 
     return 0 if config.device == "cpu" else torch.cuda.device_count()

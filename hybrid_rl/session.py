@@ -1,4 +1,4 @@
-"""What the stages of one run share. Every rank has one; rank 0's metrics, rollouts and lines are the ones that are written and shown."""
+"""Hold what the stages of one run share. Every rank has a session; only rank 0 writes files and prints."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import NoReturn
 
 from hybrid_rl.config import Config
 from hybrid_rl.data import TaskSets
-from hybrid_rl.handover import Turn
+from hybrid_rl.handover import Handover
 from hybrid_rl.policy.model import Policy
 from hybrid_rl.processes import signals
 from hybrid_rl.report.console import Console
+from hybrid_rl.rollout.generate import Generator
 from hybrid_rl.rollout.rewards import Scorer
 from hybrid_rl.run_folder.checkpoint import Checkpoint
 from hybrid_rl.run_folder.metrics import Metrics
@@ -25,7 +26,7 @@ class Session:
     config: Config
     folder: Path
     policy: Policy
-    turn: Turn  # the policy's with the device, or the engine's
+    handover: Handover
     tasks: TaskSets
     scorer: Scorer
     console: Console
@@ -33,12 +34,19 @@ class Session:
     rollouts: RolloutFiles
     progress: Progress
     saver: Saver
-    resumed: Checkpoint | None = None  # where the run goes on from
+    resumed: Checkpoint | None = None  # from which the run goes on
 
     @property
     def data_seed(self) -> int:
         """The seed of the order in which tasks are drawn."""
         return self.config.seed if self.config.data_seed is None else self.config.data_seed
+
+    @property
+    def generator(self) -> Generator:
+        """What samples and scores groups of rollouts, for RL and for evaluations."""
+        return Generator(
+            self.handover.engine, self.policy.tokenizer, self.scorer, self.policy.ranks, self.handover.revive
+        )
 
     def resumed_step(self, stage: str) -> int:
         """Return the step that this stage goes on after; 0 to begin it."""

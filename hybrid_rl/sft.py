@@ -1,4 +1,4 @@
-"""The warm-up: imitate demonstrations until RL has something to sharpen."""
+"""The warm-up before RL: supervised training on demonstrations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOG_EVERY = 10  # steps that one line of metrics.jsonl averages over
 
 
 def train_sft(s: Session) -> None:
-    """Take sft.steps supervised steps on the sft set. Goes on from a checkpoint of this stage, if the run was resumed in it."""
+    """Take sft.steps supervised steps; a run that was resumed in this stage goes on from its checkpoint."""
     config, policy = s.config.sft, s.policy
     optimizer = make_optimizer(policy, config.optimizer, config.steps)
     examples = [demonstration(task, policy.tokenizer, s.config.rollout.max_prompt_tokens) for task in s.tasks.sft]
@@ -69,10 +69,10 @@ def train_sft(s: Session) -> None:
 
 
 class Curriculum:
-    """Draw examples in a seeded order without replacement; during the first `ramp` steps only those short enough for now.
+    """Draw examples in a seeded order without replacement; during the first `ramp` steps only short ones.
 
-    The longest one allowed grows linearly from the shortest example to the longest. A tiny model that meets short
-    examples first finds the rule on every seed, and some seeds never do without.
+    The allowed length grows linearly from the shortest example's to the longest's. A tiny model that sees short
+    examples first learns the rule with every seed; without them some seeds never do.
     """
 
     def __init__(self, examples: Sequence[Rollout], ramp: float, seed: int):

@@ -7,7 +7,7 @@ from pathlib import Path
 from hybrid_rl.config import Config
 from hybrid_rl.data import TaskSets
 from hybrid_rl.engine.base import Engine
-from hybrid_rl.handover import Turn
+from hybrid_rl.handover import Handover
 from hybrid_rl.policy.model import Policy
 from hybrid_rl.report.console import Console
 from hybrid_rl.rollout.rewards import Scorer
@@ -42,7 +42,7 @@ def make_session(
         config=config,
         folder=folder,
         policy=policy,
-        turn=Turn(policy, engine, config.handover.bucket_mib * 2**20, config.engine.restarts, console.say),  # type: ignore[arg-type]
+        handover=Handover(policy, engine, config.handover.bucket_mib * 2**20, config.engine.restarts, console.say),  # type: ignore[arg-type]
         tasks=tasks or TaskSets([], [], []),
         scorer=scorer,  # type: ignore[arg-type]
         console=console,

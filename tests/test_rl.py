@@ -78,7 +78,7 @@ def test_the_order_of_a_steps_phases(policy, tmp_path, monkeypatch):
     """Weights awake before they are handed over, the KV cache last; evaluation while the engine is awake; sleep before the update."""
     s = session(policy, tmp_path, "hash_of_answer", steps=2, eval_every=1)
     for name in ("gather", "reshard", "park", "unpark"):  # the trainer's side of a turn
-        monkeypatch.setattr(policy, name, partial(noted, s.turn.engine, f"policy {name}", getattr(policy, name)))
+        monkeypatch.setattr(policy, name, partial(noted, s.handover.engine, f"policy {name}", getattr(policy, name)))
     try:
         train_rl(s)
     finally:
@@ -90,10 +90,10 @@ def test_the_order_of_a_steps_phases(policy, tmp_path, monkeypatch):
         [c.format(0) for c in (*hand_over, *train)],
         [c.format(1) for c in (*hand_over, *evaluation, *train)],
     )
-    assert [call for call in s.turn.engine.calls if call] == first + second[
+    assert [call for call in s.handover.engine.calls if call] == first + second[
         :-1
     ]  # the last update is seen by nobody yet
-    assert (s.turn.engine.version, s.progress.version) == (1, 2)
+    assert (s.handover.engine.version, s.progress.version) == (1, 2)
 
 
 def test_a_step_without_any_signal_changes_nothing_and_says_so(policy, tmp_path, capsys):

@@ -42,8 +42,8 @@ def test_tensor_parallelism_must_fit_the_ranks_and_the_engine(policy: Policy, tm
 @pytest.mark.parametrize("verify", [False, True])
 def test_verify_is_for_the_handovers_of_evaluations_too(monkeypatch: pytest.MonkeyPatch, verify: bool) -> None:
     asked: list[bool] = []
-    turn = SimpleNamespace(to_engine=lambda version, verify: asked.append(verify), to_trainer=lambda: None)
-    stage = SimpleNamespace(config=Config(), turn=turn, progress=Progress())
+    handover = SimpleNamespace(to_engine=lambda version, verify: asked.append(verify), to_trainer=lambda: None)
+    stage = SimpleNamespace(config=Config(), handover=handover, progress=Progress())
     stage.config.handover.verify = verify
     monkeypatch.setattr(stages, "evaluate", lambda *_: None)
     stages._evaluate(stage, "base")
@@ -89,7 +89,7 @@ def trained(
     """Two steps of RL with engines that die at the given calls of each rank."""
     policy, copy = Policy.load(folder, torch.device("cpu"), None, ranks), Policy.load(folder, torch.device("cpu"))
     s = session(policy, where, "hash_of_answer", Mortal(policy, copy, dies.get(ranks.rank, {})), steps=2, eval_every=1)
-    s.turn.allowed_restarts = restarts
+    s.handover.allowed_restarts = restarts
     result: dict[str, Any] = {"error": ""}
     try:
         train_rl(s)
@@ -100,7 +100,7 @@ def trained(
     if ranks.main:
         result["rollouts"] = {p.name: pq.read_table(p).to_pylist() for p in sorted((where / "rollouts").iterdir())}
         result["steps"] = [line for line in map(json.loads, (where / "metrics.jsonl").open()) if line["stage"] == "rl"]
-    return result | {"restarts": s.turn.restarts}
+    return result | {"restarts": s.handover.restarts}
 
 
 @pytest.mark.parametrize(

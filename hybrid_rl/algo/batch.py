@@ -1,5 +1,4 @@
-"""What an algorithm's parts are computed from: the numbers of one batch, in rollout order, and no text, model or
-layout.
+"""What an algorithm's parts see: the numbers of one batch, in rollout order, and no text, model or layout.
 
 A part is a plain function in a file of its own, chosen by `_target_`; its other arguments are configuration:
 
@@ -10,18 +9,18 @@ A part is a plain function in a file of its own, chosen by `_target_`; its other
     loss(tokens: Tokens, …)       → losses [M], and named [M] numbers whose means are reported
     aggregate(kept, rollout, max_tokens, …) → weight [N] of each token's loss, and what their sum is divided by
 
-A loss is called on rows: what it gives a token must not depend on the other rollouts it is called with. `select` and
-`look` see the kept tokens of an update's whole minibatch, before its rows, with the policy's log-probabilities and
-entropies as they are then. hybrid_rl/algo/contract.py holds parts to all this.
+A loss is called once per row: a token's loss must not depend on the other rollouts in the call. `select` and `look` are
+called before the rows, with the kept tokens of an update's whole minibatch and the policy's log-probabilities and
+entropies at that moment. hybrid_rl/algo/contract.py checks all this.
 
 A part's file states what the part needs and what it refuses; both are read from the source before torch loads:
 
     NEEDS = ("values",)             names from NEEDED in declared.py
-    BOUNDS = {"clip_low": (0, 1)}   of arguments, both ends included; None: no end
+    BOUNDS = {"clip_low": (0, 1)}   inclusive bounds of arguments; None: unbounded
     def refuses(own, run): …        yields (key, problem) for what else cannot work
 
-`own` are the part's arguments with their defaults, `run` is the whole configuration. `refuses` runs alone: it sees its
-two arguments and builtins, and no import.
+`own` holds the part's arguments with their defaults, `run` is the whole configuration. `refuses` runs without the rest
+of its file: it can use its two arguments and builtins, and no import.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from torch import Tensor
 
 from hybrid_rl.deterministic import cumsum
 
-# what a person calls the columns that a model computes
+# the names in messages of the columns that a model computes
 RECOMPUTED, REFERENCE, TEACHER, VALUE = (
     "recomputed log-probability",
     "reference's log-probability",
@@ -46,38 +45,36 @@ RECOMPUTED, REFERENCE, TEACHER, VALUE = (
 
 @dataclass(slots=True)
 class Scored:
-    """A batch whose rewards are in: R rollouts, neighbours in groups, with N sampled tokens. Floats are float32, none
-    has a gradient.
+    """A scored batch: R rollouts, those of a group side by side, with N sampled tokens; float32, without gradients.
 
-    Two names for what a rollout was paid: `outcomes` is the sum of its reward's parts, before any penalty; `rewards`
-    includes the penalties.
+    `outcomes` are the sums of each reward's parts, before any penalty; `rewards` include the penalties.
     """
 
     outcomes: Tensor  # [R] the sum of `parts`
     group_sizes: Sequence[int]
     lengths: Tensor  # [R] int64, sampled tokens of each
-    kept: Tensor  # [R] bool, false if no loss will see the rollout (a truncated one, if those are masked)
+    kept: Tensor  # [R] bool, false for rollouts that no loss will see (truncated ones, if those are masked)
     behaviour_logprobs: Tensor  # [N] the engine's
-    old_logprobs: Tensor  # [N] what the loss takes its ratio to
-    penalties: Tensor | None = None  # [N] added token by token (a KL in the reward)
-    values: Tensor | None = None  # [N] the critic's, of the state that each token was sampled in
-    greedy: Tensor | None = None  # [R] what the task's greedy completion was paid
+    old_logprobs: Tensor  # [N] the denominator of the loss's ratio
+    penalties: Tensor | None = None  # [N] added to each token's reward (a KL in the reward)
+    values: Tensor | None = None  # [N] the critic's, of the state in which each token was sampled
+    greedy: Tensor | None = None  # [R] the reward of the task's greedy completion
     teacher_logprobs: Tensor | None = None  # [N]
     ref_logprobs: Tensor | None = None  # [N] the reference's
     parts: Mapping[str, Tensor] = field(default_factory=dict)  # name → [R], 0 in rollouts whose reward lacks the part
 
     def __post_init__(self) -> None:
         if len(self.lengths) and int(self.lengths.min()) < 1:
-            raise ValueError("a rollout without a sampled token has nothing to be trained on")
+            raise ValueError("a rollout without a sampled token has nothing to train on")
 
     @property
     def rewards(self) -> Tensor:
-        """Return all that each rollout was paid, penalties included, [R]."""
+        """Return each rollout's reward, penalties included, [R]."""
         return self.outcomes if self.penalties is None else self.outcomes + self.sum_of_rollout(self.penalties)
 
     @property
     def token_rewards(self) -> Tensor:
-        """Return penalties where they fall and the outcome at a rollout's last token, [N]."""
+        """Return the reward of each token, [N]: its penalty, and at a rollout's last token the outcome too."""
         rewards = torch.zeros_like(self.behaviour_logprobs) if self.penalties is None else self.penalties.clone()
         ends = self.lengths.cumsum(0) - 1
         rewards[ends] += self.outcomes
@@ -94,7 +91,7 @@ class Scored:
         return torch.arange(len(self.lengths), device=self.lengths.device).repeat_interleave(self.lengths)
 
     def named(self) -> dict[str, Tensor]:
-        """Return every number [R] or [N] that is there, by the name that a person knows it by."""
+        """Return every column, [R] or [N], by its name in messages."""
         names = {
             "reward": self.outcomes,
             "engine's log-probability": self.behaviour_logprobs,
@@ -135,10 +132,10 @@ class Scored:
 
 @dataclass(slots=True)
 class Tokens:
-    """M sampled tokens of whole rollouts, as a loss sees them: [M] float32 each, a gradient through `logprobs` alone.
+    """M sampled tokens of whole rollouts, as a loss sees them: [M] float32 each; only `logprobs` has a gradient.
 
-    rollout [M] int64: tokens with one number are one rollout's. entropy: of the policy's distribution at each token, in
-    nats. look [M]: what the loss's own `look` gave each token.
+    rollout [M] int64: tokens of one rollout have the same number. entropy: of the policy's distribution at each token,
+    in nats. look [M]: what the loss's own `look` returned for each token.
     """
 
     logprobs: Tensor
@@ -158,7 +155,7 @@ class Tokens:
 
 @dataclass(slots=True)
 class Given:
-    """What an update is given of its N sampled tokens, in rollout order; [N] float32 each, none has a gradient.
+    """The inputs of an update for its N sampled tokens, in rollout order; [N] float32 each, without gradients.
 
     The loss is the sum over tokens of weights · (corrections · loss + KL + entropy terms), divided by `divisor`.
     """
@@ -167,7 +164,7 @@ class Given:
     old_logprobs: Tensor
     behaviour_logprobs: Tensor
     rollout: Tensor  # [N] int64
-    corrections: Tensor  # times the weights of selections
+    corrections: Tensor  # already multiplied by the weights of selections
     weights: Tensor
     divisor: float
     ref_logprobs: Tensor | None = None
@@ -187,11 +184,11 @@ class Given:
         )
 
     def columns(self) -> dict[str, Tensor]:
-        """Return every [N] column that is there, by its name."""
+        """Return every [N] column, by its name."""
         found = ((column.name, getattr(self, column.name)) for column in fields(self) if column.name != "divisor")
         return {name: column for name, column in found if column is not None}
 
     def part(self, chosen: Tensor) -> Given:
-        """Return what is given of the tokens that are `chosen` [N] bool."""
+        """Return the inputs of the tokens that are `chosen`, [N] bool."""
         columns: dict[str, Any] = {name: column[chosen] for name, column in self.columns().items()}
         return replace(self, **columns)

@@ -16,8 +16,10 @@ def look(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
 ) -> Tensor:
-    """True for `share` of all tokens, one at least, drawn from those with a covariance between the bounds that PPO's
-    clip does not silence."""
+    """Return True for `share` of all tokens, at least one, drawn at random.
+
+    They are drawn from the tokens whose covariance lies between the bounds and which PPO's clip does not silence.
+    """
     _, clipped = ppo_clip.loss(minibatch, clip_low, clip_high, dual_clip=None)
     covariance = covariances(minibatch)
     inside = (
@@ -42,9 +44,9 @@ def loss(
     """PPO's clipped loss, and 0 for a few random tokens with a high covariance of log π_θ and A (Clip-Cov, arXiv
     2505.22617).
 
-    Likely tokens of good answers take most of the entropy; leaving a few out keeps it up. `lower` and `upper` bound
-    what each token adds to the covariance, which is in nats times an advantage: with advantages far from 1 they want
-    other values.
+    Likely tokens of good answers lower the entropy most; leaving a few of them out preserves it. `lower` and `upper`
+    bound what a token adds to the covariance, in nats times an advantage: choose other values for advantages far from
+    1.
     """
     assert tokens.look is not None, "clip_cov needs its look"
     losses, statistics = ppo_clip.loss(tokens, clip_low, clip_high, dual_clip=None)

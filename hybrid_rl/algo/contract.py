@@ -1,5 +1,4 @@
-"""Try an algorithm's parts on a small made-up batch before anything heavy loads: a part that breaks its contract is
-named in one line."""
+"""Try an algorithm's parts on a small made-up batch before a model loads, and name a part that breaks its contract."""
 
 from __future__ import annotations
 
@@ -17,7 +16,8 @@ from hybrid_rl.algo.declared import PartError, needs
 from hybrid_rl.config import AlgoConfig, Config, KlPlace
 
 CONTRACTS = {
-    "advantage": "an advantage returns a float tensor, [R] for R rollouts or [N] for N tokens, and with a critic (advantages, targets [N])",
+    "advantage": "an advantage returns a float tensor, [R] for R rollouts or [N] for N tokens, "
+    "and with a critic (advantages, targets [N])",
     "correction": "a correction returns (weights [N] float, kept [N] bool) for N tokens",
     "selection": "a selection returns weights [N] for the N tokens of the minibatch",
     "look": "a look returns numbers [N] for the N tokens of the minibatch",
@@ -26,8 +26,8 @@ CONTRACTS = {
 }
 
 
-class Part:
-    """A part of the algorithm under its key, and what is said when it breaks its contract."""
+class CheckedPart:
+    """A part of the algorithm, which raises PartError with its key when it breaks its contract."""
 
     def __init__(self, kind: str, key: str, target: str, call: Callable[..., Any]):
         self.kind, self.key, self.target, self.call = kind, key, target, call
@@ -39,26 +39,30 @@ class Part:
             raise self.error(f"raises {type(error).__name__}: {_first_line(error)} ({_place(error)})") from error
 
     def error(self, problem: str) -> PartError:
+        """Return the error that names the part, the problem and the contract."""
         return PartError(f"{self.key} ({self.target}) {problem}; {CONTRACTS[self.kind]}")
 
     def pair(self, result: Any) -> tuple[Any, Any]:
+        """Return the result if it is a pair. Raises PartError."""
         if not isinstance(result, tuple) or len(result) != 2:
             raise self.error(f"returns {_described(result)}")
         return result
 
     def tensor(self, value: Any, *sizes: int, what: str = "", kind: str = "number") -> Tensor:
-        """`value`, if it is a finite tensor of one of the sizes; `kind`: number (bool too), float or bool."""
+        """Return `value` if it is a finite tensor of one of the sizes; `kind`: number (bool too), float or bool."""
         fits = isinstance(value, Tensor) and value.dim() == 1 and len(value) in sizes
         right = fits and {"number": True, "float": value.is_floating_point(), "bool": value.dtype == torch.bool}[kind]
         if not right:
             raise self.error(
-                f"returns {what}{_described(value)} where {' or '.join(f'[{n}]' for n in dict.fromkeys(sizes))} {kind} is due"
+                f"returns {what}{_described(value)} where {' or '.join(f'[{n}]' for n in dict.fromkeys(sizes))} {kind} "
+                "is due"
             )
         if not bool(torch.isfinite(value).all()):
             raise self.error(f"returns {what}with NaN or infinite numbers")
         return value
 
     def without_gradient(self, value: Tensor) -> Tensor:
+        """Return `value` if it has no gradient. Raises PartError."""
         if value.requires_grad:
             raise self.error("returns a tensor with a gradient")
         return value
@@ -84,13 +88,14 @@ def check_parts(config: Config) -> None:
             spread = max(float(of.max() - of.min()) for of in batch.per_rollout(advantages))
             if spread > 1e-5 * float(advantages.abs().max()):
                 raise PartError(
-                    f"algo.loss ({algo.loss['_target_']}) has one ratio a rollout and would average the tokens' own advantages of "
-                    f"algo.advantage ({algo.advantage['_target_']}); use another loss, or an advantage with one number a rollout"
+                    f"algo.loss ({algo.loss['_target_']}) has one ratio a rollout and would average the tokens' own "
+                    f"advantages of algo.advantage ({algo.advantage['_target_']}); use another loss, or an advantage "
+                    "with one number a rollout"
                 )
 
 
 def look_of(loss: Mapping[str, Any]) -> Callable[[Tokens], Tensor] | None:
-    """The `look` beside a loss, with the loss's arguments; None if there is none."""
+    """Return the `look` beside a loss, with the loss's arguments; None if there is none."""
     module = loss["_target_"].rpartition(".")[0]
     return (
         instantiate({**loss, "_target_": f"{module}.look"}, _partial_=True)
@@ -99,9 +104,9 @@ def look_of(loss: Mapping[str, Any]) -> Callable[[Tokens], Tensor] | None:
     )
 
 
-def _part(kind: str, key: str, part: Mapping[str, Any]) -> Part:
+def _part(kind: str, key: str, part: Mapping[str, Any]) -> CheckedPart:
     try:
-        return Part(kind, key, part["_target_"], instantiate(part, _partial_=True))
+        return CheckedPart(kind, key, part["_target_"], instantiate(part, _partial_=True))
     except Exception as error:  # whatever the module does when imported
         cause: BaseException = error
         while cause.__cause__ is not None:  # Hydra's own errors wrap it
@@ -111,8 +116,8 @@ def _part(kind: str, key: str, part: Mapping[str, Any]) -> Part:
         ) from error
 
 
-def _check_advantage(part: Part, batch: Scored, with_values: bool) -> Tensor:
-    """The advantages at the tokens, [N]."""
+def _check_advantage(part: CheckedPart, batch: Scored, with_values: bool) -> Tensor:
+    """Return the advantages at the tokens, [N]. Raises PartError."""
     result = part(batch)
     if isinstance(result, tuple) != with_values:
         raise part.error(
@@ -133,7 +138,7 @@ def _check_advantage(part: Part, batch: Scored, with_values: bool) -> Tensor:
     return batch.to_tokens(advantages) if len(advantages) == rollouts else advantages
 
 
-def _check_correction(part: Part, batch: Scored) -> None:
+def _check_correction(part: CheckedPart, batch: Scored) -> None:
     weights, kept = part.pair(part(batch))
     part.without_gradient(part.tensor(weights, len(batch.behaviour_logprobs), what="weights ", kind="float"))
     part.tensor(kept, len(batch.behaviour_logprobs), what="kept ", kind="bool")
@@ -142,7 +147,7 @@ def _check_correction(part: Part, batch: Scored) -> None:
 def _check_loss(algo: AlgoConfig, tokens: Tokens) -> None:
     part, count = _part("loss", "algo.loss", algo.loss), len(tokens.logprobs)
     if look := look_of(algo.loss):
-        seer = Part("look", "algo.loss", algo.loss["_target_"].rpartition(".")[0] + ".look", look)
+        seer = CheckedPart("look", "algo.loss", algo.loss["_target_"].rpartition(".")[0] + ".look", look)
         tokens.look = seer.without_gradient(seer.tensor(seer(tokens), count))
     found = _losses(part, tokens)
     (gradient,) = torch.autograd.grad(found[1].sum(), found[0].logprobs, allow_unused=True)
@@ -153,13 +158,14 @@ def _check_loss(algo: AlgoConfig, tokens: Tokens) -> None:
     apart = torch.cat([_losses(part, _of(tokens, rows))[1] for rows in (first, ~first)])
     if not torch.allclose(found[1], apart, rtol=1e-4, atol=1e-5):
         raise part.error(
-            "gives a token another loss when other rollouts share its row, so the gradient would depend on how rollouts are packed (what must "
-            "be known of the whole minibatch is computed by a function look(minibatch, …) beside the loss)"
+            "gives a token another loss when other rollouts share its row, so the gradient would depend on how "
+            "rollouts are packed (what must be known of the whole minibatch is computed by a function "
+            "look(minibatch, …) beside the loss)"
         )
     _losses(part, _of(tokens, torch.zeros_like(first)))  # a rank may have rows without a token
 
 
-def _losses(part: Part, tokens: Tokens) -> tuple[Tokens, Tensor]:
+def _losses(part: CheckedPart, tokens: Tokens) -> tuple[Tokens, Tensor]:
     tokens = _of(tokens, torch.ones_like(tokens.rollout, dtype=torch.bool))
     tokens.logprobs.requires_grad_()
     losses, numbers = part.pair(part(tokens))
@@ -173,7 +179,7 @@ def _losses(part: Part, tokens: Tokens) -> tuple[Tokens, Tensor]:
     return tokens, losses
 
 
-def _check_aggregation(part: Part, batch: Scored, max_tokens: int) -> None:
+def _check_aggregation(part: CheckedPart, batch: Scored, max_tokens: int) -> None:
     kept = batch.to_tokens(batch.kept)
     weights, divisor = part.pair(part(kept, batch.rollout, max_tokens))
     part.without_gradient(part.tensor(weights, len(kept), what="weights ", kind="float"))
@@ -181,8 +187,8 @@ def _check_aggregation(part: Part, batch: Scored, max_tokens: int) -> None:
         raise part.error(f"returns the divisor {divisor!r}")
 
 
-class _Parts(dict[str, Tensor]):
-    """Parts of a made-up reward; any other name is one of them too, since the reward's own are not known yet."""
+class _MadeUpParts(dict[str, Tensor]):
+    """The parts of a made-up reward; every name counts as one, since the real reward's names are not yet known."""
 
     def __missing__(self, name: str) -> Tensor:
         return next(iter(self.values()))
@@ -192,8 +198,10 @@ class _Parts(dict[str, Tensor]):
 
 
 def _made_up(config: Config) -> Scored:
-    """Three groups of the run's size: unlike rewards, equal ones, and 0 and 1; rollouts of 1 to 4 tokens, of which the
-    last is not kept."""
+    """Return three groups of the run's size, with unlike rewards, equal ones, and 0 and 1.
+
+    Rollouts have 1 to 4 tokens; the last is not kept.
+    """
     algo, size, draw = config.algo, config.rollout.group_size, torch.Generator().manual_seed(0)
     rollouts = 3 * size
     lengths = torch.arange(rollouts) % 4 + 1
@@ -210,22 +218,25 @@ def _made_up(config: Config) -> Scored:
     kept[-1] = rollouts == 1
     in_reward = algo.kl.coef > 0 and algo.kl.place == KlPlace.reward
     return Scored(
-        first + second, [size] * 3, lengths, kept, behaviour, behaviour + noise(tokens, 0.01),
+        first + second,
+        [size] * 3,
+        lengths,
+        kept,
+        behaviour,
+        behaviour + noise(tokens, 0.01),
         penalties=-noise(tokens, 0.1) if in_reward else None,
         values=noise(tokens) if "values" in wanted else None,
         greedy=noise(rollouts) if "greedy" in wanted else None,
         teacher_logprobs=-0.1 - noise(tokens, 2.0) if "teacher_logprobs" in wanted else None,
-        parts=_Parts(first=first, second=second),
-    )  # fmt: skip
+        parts=_MadeUpParts(first=first, second=second),
+    )
 
 
 def _tokens(batch: Scored) -> Tokens:
-    """The batch's tokens after the policy has moved a little; a rollout's advantage is of either sign."""
+    """Return the batch's tokens after a small change of the policy; advantages have either sign."""
     draw = torch.Generator().manual_seed(1)
-    moved, advantages = (
-        0.2 * torch.randn(len(batch.behaviour_logprobs), generator=draw),
-        torch.randn(len(batch.lengths), generator=draw),
-    )
+    moved = 0.2 * torch.randn(len(batch.behaviour_logprobs), generator=draw)
+    advantages = torch.randn(len(batch.lengths), generator=draw)
     logprobs = (batch.old_logprobs + moved).clamp(max=-0.01)
     return Tokens(
         logprobs,
@@ -238,7 +249,7 @@ def _tokens(batch: Scored) -> Tokens:
 
 
 def _of(tokens: Tokens, chosen: Tensor) -> Tokens:
-    """Copies of the chosen tokens [M] bool."""
+    """Return copies of the chosen tokens; `chosen` is [M] bool."""
     names = ("logprobs", "old_logprobs", "behaviour_logprobs", "advantages", "rollout", "entropy", "look")
     columns = {name: column[chosen].clone() for name in names if (column := getattr(tokens, name)) is not None}
     return Tokens(**columns)
@@ -257,7 +268,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """The last line of code outside torch that the error passed through."""
+    """Return the last line of code outside torch that the error passed through."""
     frames: Iterator[traceback.FrameSummary] = reversed(traceback.extract_tb(error.__traceback__))
     own = Path(torch.__file__).parent
     frame = next(f for f in frames if own not in Path(f.filename).parents)

@@ -1,5 +1,4 @@
-"""What the files of an algorithm's parts state beside them (see batch.py), read from their source: to import one would
-load torch."""
+"""Read what the file of a part states about it (see batch.py) from its source: importing it would load torch."""
 
 from __future__ import annotations
 
@@ -11,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 NEEDED = {
-    "values": "a critic's value of each token's state, in Scored.values; the advantage then returns (advantages, targets)",
+    "values": "a critic's value of each token's state, in Scored.values; the advantage then returns "
+    "(advantages, targets)",
     "greedy": "the reward of the task's greedy completion, in Scored.greedy",
     "teacher_logprobs": "log-probabilities of algo.teacher, in Scored.teacher_logprobs",
     "group": "two or more rollouts of a task, which are compared with each other",
@@ -22,11 +22,11 @@ NEEDED = {
 
 
 class PartError(ValueError):
-    """One line that names a part and what is wrong with it."""
+    """Raised for a part that cannot work; the message names it and the problem in one line."""
 
 
 def source_of(module: str) -> Path | None:
-    """The file of a module that can be imported, without importing it."""
+    """Return the file of an importable module, without importing it; None if there is none."""
     try:
         spec = importlib.util.find_spec(module) if module else None
     except (ImportError, ValueError):  # ValueError: __main__ of a script
@@ -35,35 +35,40 @@ def source_of(module: str) -> Path | None:
 
 
 def nested(part: Any, key: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """A part and those in its arguments, each with its key."""
+    """Yield a part and those in its arguments, each with its key."""
     if isinstance(part, Mapping):
-        if isinstance(part.get("_target_"), str):  # anything else is told of where targets are checked
+        if isinstance(part.get("_target_"), str):  # other values are reported by the check of targets
             yield key, part
         for name, value in part.items():
             yield from nested(value, f"{key}.{name}")
 
 
 def needs(part: Any) -> set[str]:
-    """What a part and those in its arguments need: names from NEEDED."""
+    """Return what a part and those in its arguments need: names from NEEDED."""
     return {name for _, own in nested(part) for name in _literal(_tree(own["_target_"]), "NEEDS", ())}
 
 
 def removed_signal(advantage: Mapping[str, Any], silent_by: str) -> str | None:
-    """A line for an advantage whose signal lies in groups that algo.silent_by replaces; None if it does not."""
+    """Return a warning if the advantage's signal lies in groups that algo.silent_by replaces, otherwise None."""
     wanted = needs(advantage)
     if "silent" in wanted and silent_by != "none":
-        return f"algo.silent_by={silent_by} replaces groups of equal rewards, which give {advantage['_target_']} a signal; use algo.silent_by=none"
+        return (
+            f"algo.silent_by={silent_by} replaces groups of equal rewards, which give {advantage['_target_']} "
+            "a signal; use algo.silent_by=none"
+        )
     if "parts" in wanted and silent_by not in ("none", "parts"):
         return (
-            f"algo.silent_by={silent_by} replaces groups whose rewards are equal and their parts are not, which give {advantage['_target_']} "
-            "a signal; use algo.silent_by=parts"
+            f"algo.silent_by={silent_by} replaces groups whose rewards are equal and their parts are not, which give "
+            f"{advantage['_target_']} a signal; use algo.silent_by=parts"
         )
     return None
 
 
 def problems(key: str, part: Any, run: Any) -> Iterator[tuple[str, str]]:
-    """(key, what is wrong and what would be right) of a part at `key` and those in its arguments. `run` is the whole
-    configuration."""
+    """Yield (key, what is wrong and what would be right) for the part at `key` and those in its arguments.
+
+    `run` is the whole configuration.
+    """
     for place, own in nested(part, key):
         module, _, name = own["_target_"].rpartition(".")
         tree = _tree(own["_target_"])
@@ -76,7 +81,8 @@ def problems(key: str, part: Any, run: Any) -> Iterator[tuple[str, str]]:
         except (ValueError, TypeError):
             yield (
                 place,
-                f"NEEDS and BOUNDS of {module} must be written out, like NEEDS = ('group',); they are read without running the file",
+                f"NEEDS and BOUNDS of {module} must be written out, like NEEDS = ('group',); they are read without "
+                "running the file",
             )
             return
         if unknown:
@@ -91,8 +97,7 @@ def problems(key: str, part: Any, run: Any) -> Iterator[tuple[str, str]]:
 
 
 def _tree(target: str) -> ast.Module:
-    """Of the file that a function is in; empty if it is not Python that can be read, which is told where targets are
-    checked."""
+    """Return the syntax tree of a function's file; empty for an unreadable one, which the check of targets reports."""
     source = source_of(target.rpartition(".")[0])
     try:
         return (
@@ -113,7 +118,7 @@ def _literal(tree: ast.Module, name: str, default: Any) -> Any:
 
 
 def _defaults(function: ast.FunctionDef) -> dict[str, Any]:
-    """Of the arguments whose default is written out."""
+    """Return the defaults that are literals, by argument."""
     given = function.args
     pairs = list(zip(given.args[len(given.args) - len(given.defaults) :], given.defaults, strict=True))
     pairs += [(a, d) for a, d in zip(given.kwonlyargs, given.kw_defaults, strict=True) if d is not None]
@@ -138,7 +143,7 @@ TYPES = {
 
 
 def _wrong_types(function: ast.FunctionDef, own: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Arguments that are not of the type they are annotated with, where that is float, int or bool, or null as well."""
+    """Yield arguments that contradict an annotation of float, int or bool, or of one of these or None."""
     for argument in [*function.args.args, *function.args.kwonlyargs]:
         annotation = ast.unparse(argument.annotation) if argument.annotation else ""
         fits, kind = TYPES.get(annotation.removesuffix(" | None"), (None, ""))
@@ -161,20 +166,22 @@ def _out_of_bounds(
 
 
 def _refusals(tree: ast.Module, module: str, arguments: Mapping[str, Any], run: Any) -> Sequence[tuple[str, str]]:
-    """What the file's `refuses` yields. It alone is run, without the imports above it."""
+    """Return what the file's `refuses` yields; it runs without the rest of its file."""
     function = next((n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "refuses"), None)
     if function is None:
         return []
     scope: dict[str, Any] = {}
     only = ast.Module([function], type_ignores=[])
     try:
-        # of a file that the run imports anyway; compiled with this file's `annotations`, so that none of the function's is looked up
+        # The run imports this file anyway. This module's `annotations` import holds for the compiled code too, so that
+        # no annotation of the function is evaluated.
         exec(compile(only, module, "exec"), scope)  # noqa: S102
         return list(scope["refuses"](dict(arguments), run) or ())
     except Exception as error:
         return [
             (
                 "",
-                f"refuses(own, run) of {module} raised {type(error).__name__}: {error}; it may use its two arguments and builtins alone",
+                f"refuses(own, run) of {module} raised {type(error).__name__}: {error}; it may use its two arguments "
+                "and builtins alone",
             )
         ]

@@ -16,7 +16,7 @@ def loss(
     μ is what the token was sampled with (the engine's probability), ρ = π_θ / π_old. The trust region is one of total
     variation: a rare token may grow many times over, a likely one may not fall from 1 to 0.75. ρ has no bound of its
     own but e^20; verl cuts it at 3 (its clip_ratio_c). kl_tau: adds kl_tau·(log π_θ − log μ)² at every token, also at
-    silenced ones; prime-rl has 1e-3. Unlike PPO's clip this can silence a token on-policy, where the engine's μ is far
+    silenced ones; prime-rl has 1e-3. Unlike PPO's clip this can silence a token on-policy, if the engine's μ is far
     off.
     """
     moved = tokens.logprobs.exp() - tokens.behaviour_logprobs.exp()

@@ -28,17 +28,16 @@ def advantages(
 
 
 def following(batch: Scored, column: Tensor) -> Tensor:
-    """[N] → [N]: the number at the rollout's next token, 0 at its last."""
+    """Return the number at the rollout's next token, 0 at its last: [N] → [N]."""
     after = column.roll(-1)
     after[_last(batch)] = 0
     return after
 
 
 def discounted(batch: Scored, addend: Tensor, decay: Tensor) -> Tensor:
-    """x_t = addend_t + decay_t · x_{t+1} inside each rollout, [N], nothing past its last token.
+    """Return x_t = addend_t + decay_t · x_{t+1} within each rollout, [N]; x is 0 after its last token.
 
-    By doubling: after each round x holds the terms of twice as many tokens, so that 32,768 tokens take 15 rounds and no
-    loop over them.
+    Each round doubles the number of tokens whose terms x holds: 32,768 tokens take 15 rounds, without a loop over them.
     """
     decay = decay.clone()
     decay[_last(batch)] = 0  # so that nothing crosses into the next rollout, nor from the last to the first
@@ -50,5 +49,5 @@ def discounted(batch: Scored, addend: Tensor, decay: Tensor) -> Tensor:
 
 
 def _last(batch: Scored) -> Tensor:
-    """[R]: where each rollout's last token is."""
+    """Return the place of each rollout's last token, [R]."""
     return batch.lengths.cumsum(0) - 1

@@ -18,17 +18,15 @@ def advantages(batch: Scored, eps: float = 1e-6) -> Tensor:
 
 
 def relative(batch: Scored, estimate: Callable[..., Tensor], *columns: Tensor) -> Tensor:
-    """`estimate(rewards [G], *columns [G]) → [G]` of every group: [R]. Exactly 0 in a group that compares nothing: one
-    rollout, equal rewards."""
+    """Return `estimate(rewards [G], *columns [G]) → [G]` of every group, [R]; 0 for one rollout or equal rewards."""
     return batch.per_group(lambda r, *own: torch.zeros_like(r) if is_constant(r) else estimate(r, *own), *columns)
 
 
 def is_constant(values: Tensor) -> bool:
-    """Equal but for rounding: a sum of the same parts in another order, or a mean of equal numbers, is no signal to
-    divide by."""
+    """Return whether the values are equal up to rounding, as sums of the same parts in another order are."""
     return bool(values.max() - values.min() <= rounding(values))
 
 
 def rounding(values: Tensor) -> Tensor:
-    """What rounding can make of numbers of this size: a few units in the last place of the largest."""
+    """Return a bound on rounding errors of numbers of this size: a few units in the last place of the largest."""
     return 4 * torch.finfo(values.dtype).eps * values.abs().max()

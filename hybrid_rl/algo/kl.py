@@ -1,12 +1,12 @@
 """Estimates of KL(π ‖ π_ref) in nats from tokens sampled from π, each [M], with d = log π_ref − log π within ±20.
 
 J. Schulman, "Approximating KL divergence", 2020 (joschu.net/blog/kl-approx.html). As numbers, k1 and k3 are unbiased;
-as a loss what counts is the gradient, through log π alone, on tokens sampled from the same π:
+as a loss, their gradient matters, through log π alone, on tokens sampled from the same π:
 
-    k1   ∇ log π               zero in expectation: it pulls nowhere. For a KL in the reward, where no gradient flows
+    k1   ∇ log π               zero in expectation, so it has no effect. For a KL in the reward, where no gradient flows
     k2   −d · ∇ log π          that of the reverse KL(π ‖ π_ref), without bias
-    k3   (1 − e^d) · ∇ log π   that of the forward KL(π_ref ‖ π): the same to first order near the reference, and far from it
-                               heavy where π_ref is likelier
+    k3   (1 − e^d) · ∇ log π   that of the forward KL(π_ref ‖ π): the same to first order near the reference, and far
+                               from it large where π_ref is likelier
 
 Once π has moved away from the π_old that the tokens were sampled from, all three are biased; `unbiased` is not.
 """
@@ -45,18 +45,17 @@ def unbiased(estimate: Distance, logprobs: Tensor, ref_logprobs: Tensor, old_log
     π_ref), for all three.
 
     k1 and k3 need the gradient through ρ as well (DeepSeek-V3.2, arXiv 2512.02556), k2 must not have it. For k3 it is
-    −ρ · d · ∇ log π at every token, the same as for k2; for k1 that and a term of mean zero, so that it has the highest
-    variance.
+    −ρ · d · ∇ log π at every token, as for k2; for k1 a term of mean zero is added, so that its variance is highest.
     """
     weight = ratio(logprobs, old_logprobs)
     return (weight.detach() if estimate is k2 else weight) * estimate(logprobs, ref_logprobs)
 
 
 def adapted(coef: float, measured: float, target: float, horizon: float) -> float:
-    """The KL's coefficient for the next step: coef · (1 + clip(measured / target − 1, ±0.2) / horizon).
+    """Return the KL's coefficient for the next step: coef · (1 + clip(measured / target − 1, ±0.2) / horizon).
 
-    Ziegler et al., arXiv 1909.08593, § 2.2: their K_β = 0.1 is a horizon of 10. Their code counts it in episodes, here
-    it is in steps. A coefficient of 0 stays 0. A step that measured nothing (NaN) changes nothing.
+    Ziegler et al., arXiv 1909.08593, § 2.2: their K_β = 0.1 is a horizon of 10. Their code counts in episodes, this
+    one in steps. A coefficient of 0 stays 0. A step that measured nothing (NaN) changes nothing.
     """
     if math.isnan(measured):
         return coef

@@ -8,8 +8,10 @@ BOUNDS = {"share": (0, 1), "coef": (0, None)}
 
 
 def look(minibatch: Tokens, share: float = 2e-4, coef: float = 1.0) -> Tensor:
-    """True for the `share` of the tokens, one at least, with the highest covariance; equal ones share their fate, none
-    is at or below 0."""
+    """Return True for the `share` of the tokens, at least one, with the highest positive covariance.
+
+    Tokens of equal covariance are all chosen or none.
+    """
     covariance = covariances(minibatch)
     count = max(1, int(share * len(covariance)))
     return (covariance >= covariance.topk(count).values[-1]) & (covariance > 0)
@@ -19,7 +21,7 @@ def loss(tokens: Tokens, share: float = 2e-4, coef: float = 1.0) -> tuple[Tensor
     """−ρA, and coef · |log ρ| on top for the tokens with the highest covariance of log π_θ and A (KL-Cov, arXiv
     2505.22617).
 
-    Likely tokens of good answers take most of the entropy; the price holds those few back and clips none. At ρ = 1 it
+    Likely tokens of good answers lower the entropy most; the penalty holds those few back and clips none. At ρ = 1 it
     has no gradient: it acts from a batch's second update on.
     """
     assert tokens.look is not None, "kl_cov needs its look"

@@ -7,7 +7,7 @@ NEEDS = ("group",)
 
 
 def advantages(batch: Scored) -> Tensor:
-    """r − Σ len·r / Σ len over each group → [R] (OPO, arXiv 2505.23585): least variance where a gradient's square grows
+    """r − Σ len·r / Σ len over each group → [R] (OPO, arXiv 2505.23585): least variance if a gradient's square grows
     with length.
 
     r = [1, 0, 0, 0] of 3, 1, 2, 2 tokens gives [0.625, −0.375, −0.375, −0.375]; of equal lengths it is mean_only. One

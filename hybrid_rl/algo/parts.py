@@ -1,5 +1,4 @@
-"""The parts of an algorithm that a configuration names, each called in its place (what each gets and gives:
-algo/batch.py)."""
+"""Call the parts of an algorithm that a configuration names; algo/batch.py says what each gets and returns."""
 
 from __future__ import annotations
 
@@ -38,8 +37,7 @@ class Parts:
         return advantages, targets
 
     def correct(self, scored: Scored) -> tuple[Tensor, Tensor, dict[str, float]]:
-        """Apply all corrections: weights multiply [N], a token is kept [N] bool if all keep it; and numbers of what was
-        dropped."""
+        """Return the product of all corrections' weights [N], the tokens that all keep [N] bool, and statistics."""
         weights, kept = torch.ones_like(scored.old_logprobs), scored.to_tokens(scored.kept)
         for correct in self.corrections:
             own, keeps = correct(scored)
@@ -52,23 +50,21 @@ class Parts:
         return weights, kept, numbers | {"dropped": float(dropped.float().mean())}
 
     def select(self, minibatch: Tokens) -> tuple[Tensor, Tensor | None]:
-        """Return the product of all selections' weights, [M], and what the loss's own look finds, [M] or None."""
+        """Return the product of all selections' weights, [M], and the result of the loss's own look, [M] or None."""
         weights = torch.ones_like(minibatch.logprobs)
         for select in self.selections:
             weights = weights * select(minibatch)
         return weights, self.look(minibatch) if self.look else None
 
     def minibatch(self, given: Given, kept: Tensor, part: range, max_tokens: int) -> tuple[list[int], Given, Tensor]:
-        """Return which rollouts of `part` a loss sees something of, what is given of their tokens, and which those are,
-        [N] bool.
+        """Return the rollouts of `part` with a kept token, the inputs of their tokens, and which these are, [N] bool.
 
         `kept` [N] bool are the tokens that a loss sees; the aggregation weights them.
         """
         alive = set(given.rollout[kept].tolist())
         members = [i for i in part if i in alive]
-        inside = (given.rollout >= part.start) & (
-            given.rollout < part.stop
-        )  # dropped rollouts too: a divisor may count them
+        # dropped rollouts too: a divisor may count them
+        inside = (given.rollout >= part.start) & (given.rollout < part.stop)
         weights = torch.zeros_like(given.weights)
         weights[inside], divisor = self.aggregate(kept[inside], given.rollout[inside], max_tokens)
         chosen = torch.isin(given.rollout, torch.tensor(members, dtype=torch.int64, device=kept.device))
@@ -76,7 +72,6 @@ class Parts:
 
 
 def split(group_sizes: Sequence[int], minibatches: int) -> list[range]:
-    """Split a batch's rollouts into parts of whole groups, in order and of one number of groups; the last may have
-    fewer."""
+    """Split a batch's rollouts into parts with equal numbers of whole groups, in order; the last may have fewer."""
     ends, size = [0, *accumulate(group_sizes)], max(1, -(-len(group_sizes) // minibatches))
     return [range(ends[i], ends[min(i + size, len(group_sizes))]) for i in range(0, len(group_sizes), size)]

@@ -18,8 +18,7 @@ def refuses(own: dict[str, Any], run: Any) -> Iterator[tuple[str, str]]:
 
 
 def advantages(batch: Scored, k: int = 4) -> Tensor:
-    """What a rollout adds to the best of k → [R]: the mean of max_S r − max_{S∖i} r over all S ∋ i of k rollouts of its
-    group.
+    """Mean of max_S r − max_{S∖i} r over all sets S ∋ i of k rollouts of the group → [R]: what i adds to the best of k.
 
     PKPO's leave-one-out of k − 1 (arXiv 2505.15201, eq. 33) times G/k; with k = G, r_best − r_second for the best and 0
     for the others. Never negative. r = [3, 1, 0, 0], k = 2 gives [8/3, 2/3, 0, 0]; [1, 0, 0, 0] gives [1, 0, 0, 0] for
@@ -29,8 +28,9 @@ def advantages(batch: Scored, k: int = 4) -> Tensor:
 
 
 def _added(rewards: Tensor, k: int) -> Tensor:
-    # Ascending, rollout i gains the gap between the m-th and the next reward below it wherever its k − 1 companions are all of the
-    # m lowest: with chance C(m, k−1) / C(G−1, k−1). Gaps instead of rewards: ties give 0 exactly, and nothing cancels.
+    # In ascending order, rollout i gains the gap between the m-th reward and the next one below it if its k − 1
+    # companions are all among the m lowest: with chance C(m, k−1) / C(G−1, k−1). With gaps instead of rewards, ties
+    # give exactly 0, and nothing cancels.
     ascending, order = rewards.sort()
     size = len(rewards)
     chances = [comb(m, k - 1) / comb(size - 1, k - 1) for m in range(1, size)]

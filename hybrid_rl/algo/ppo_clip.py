@@ -21,8 +21,8 @@ def loss(
     """Per-token −min(ρA, clip(ρ, 1−clip_low, 1+clip_high)·A), ρ = exp(log π_θ − log π_old) (PPO, arXiv 1707.06347, eq.
     7).
 
-    dual_clip c: if A < 0 it is at most −c·A (arXiv 1912.09729), since a token that the policy made far likelier would
-    otherwise pull as hard as its ratio: 20 |A| at ρ = e³. `clip_dual`: the tokens it silences. 0 or null: off.
+    dual_clip c: if A < 0 the loss is at most −c·A (arXiv 1912.09729); otherwise a token that became far likelier would
+    count with its whole ratio, 20 |A| at ρ = e³. `clip_dual`: the tokens that it silences. 0 or null: off.
     """
     advantages = tokens.advantages
     losses, statistics = surrogate(ratio(tokens.logprobs, tokens.old_logprobs), advantages, clip_low, clip_high)
@@ -34,8 +34,10 @@ def loss(
 
 
 def surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """PPO's loss of a ratio [M]; the clip silences a token that already went far the way its advantage points, and no
-    other."""
+    """Return PPO's loss of a ratio [M], and the tokens that each clip silences.
+
+    The clip silences only tokens that have already moved far in the direction of their advantage.
+    """
     free, clipped = ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
     silenced = clipped < free
     return -torch.minimum(free, clipped), {

@@ -1,5 +1,4 @@
-"""Ratios of two policies' probabilities of the same tokens: every exp() of a difference of log-probabilities comes from
-here."""
+"""Ratios of two policies' probabilities of the same tokens; every exp() of a log-ratio is computed here."""
 
 from torch import Tensor
 
@@ -8,26 +7,25 @@ LOGPROB_FLOOR = -1e4  # far below what any sampled token has; −inf − −inf 
 
 
 def floored(logprobs: Tensor) -> Tensor:
-    """Log-probabilities of at least −1e4; no gradient goes to one below. NaN stays NaN: a broken forward must be seen,
-    not mended."""
+    """Return log-probabilities of at least −1e4, without a gradient below; NaN stays NaN, to show a broken forward."""
     return logprobs.clamp_min(LOGPROB_FLOOR)
 
 
 def log_ratio(logprobs: Tensor, base_logprobs: Tensor) -> Tensor:
-    """log π − log π_base within ±20, [M] each; beyond that it is constant, without a gradient."""
+    """Return log π − log π_base, [M], clamped to ±20, beyond which there is no gradient."""
     return (floored(logprobs) - floored(base_logprobs)).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def ratio(logprobs: Tensor, base_logprobs: Tensor) -> Tensor:
-    """π / π_base, [M], between e^−20 and e^20."""
+    """Return π / π_base, [M], between e^−20 and e^20."""
     return log_ratio(logprobs, base_logprobs).exp()
 
 
 def quantiles(log_ratios: Tensor) -> dict[str, float]:
-    """p01, p50, p99 and max of exp(log_ratios [N]), as they are: no limit, no truncation. Empty for no tokens.
+    """Return p01, p50, p99 and max of exp(log_ratios [N]), without any clamp; {} for no tokens.
 
-    A quantile q is the token at place round(q · (N − 1)) in ascending order: no interpolation, so those of a ratio are
-    those of its logarithm, and any N will do (torch.quantile refuses more than 2^24). A NaN among them is the max.
+    Quantile q is the token at place round(q · (N − 1)) in ascending order. Without interpolation, quantiles of a ratio
+    are those of its logarithm, and any N works (torch.quantile refuses more than 2^24). A NaN becomes the max.
     """
     if not len(log_ratios):
         return {}

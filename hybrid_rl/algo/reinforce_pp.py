@@ -11,7 +11,7 @@ def advantages(batch: Scored, baseline: bool = True) -> Tensor:
     `baseline` false the return.
 
     r = [1, 0, 0, 0], one token each, gives [1.5, −0.5, −0.5, −0.5] both ways. A group of equal rewards, or a single
-    rollout, enters as 0, and leaves as the batch's mean has it.
+    rollout, is 0 before the whitening.
     """
     if baseline:
         return whiten(batch, batch.to_tokens(mean_only.advantages(batch)))

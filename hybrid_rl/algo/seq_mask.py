@@ -19,11 +19,10 @@ def correct(
     """Drop the rollouts whose geometric mean of w leaves [low, high]; w = π_old / μ of trainer and engine, token by
     token.
 
-    Why geometric: a product's size is the rollout's length. A mean difference of 0.012 nats, two engines' rounding, is
+    Why geometric: a product grows with the rollout's length. A mean difference of 0.012 nats, two engines' rounding, is
     a product of e^1.2 = 3.3 after 100 tokens (huggingface/trl#4772) and e^120 after 10,000, so a band for products
-    drops long answers, not bad ones; the geometric mean is e^0.012 at any length. `level="product"` is there for short
-    ones: 0.5 and 2 are usual. It only masks: weights are 1, and another correction (tis) may give them. A NaN is
-    dropped.
+    drops long answers, not bad ones; the geometric mean is e^0.012 at any length. `level="product"` suits short ones:
+    0.5 and 2 are usual. It only masks: weights are 1; another correction (tis) may set them. A NaN is dropped.
     """
     log_weights = log_ratio(batch.old_logprobs, batch.behaviour_logprobs)
     if level not in ("geometric", "product"):

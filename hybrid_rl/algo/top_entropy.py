@@ -12,7 +12,7 @@ def select(minibatch: Tokens, share: float = 0.2) -> Tensor:
     2506.01939).
 
     The bound is the (1 − share) quantile of the minibatch's entropies: the value at place ⌈(1 − share) · (N − 1)⌉ in
-    ascending order, and tokens of equal entropy share their fate. Silenced tokens stay in the aggregation's count, as
+    ascending order; tokens of equal entropy are all chosen or none. Silenced tokens stay in the aggregation's count, as
     in the paper and in TRL. share 1: all.
     """
     entropy = minibatch.entropy

@@ -1,10 +1,9 @@
 """One attention function for training and sampling, registered with transformers' attention interface.
 
-A model loaded with `attn_implementation="hybrid_rl"` calls `attend_with_layout` in every layer. What a token may look
-at is decided by the `layout` object that the caller passes to the model's forward (`model(..., layout=layout)`;
-transformers hands unknown keyword arguments down to the attention function), and by the window that a layer may have.
-So full attention never builds a dense mask, and any causal LM of transformers that uses its attention interface works
-unchanged.
+A model loaded with `attn_implementation="hybrid_rl"` calls `attend_with_layout` in every layer. What a token may see is
+decided by the `layout` object that the caller passes to the model's forward (`model(..., layout=layout)`; transformers
+passes unknown keyword arguments on to the attention function), and by the layer's window, if it has one. So full
+attention never builds a dense mask, and any causal LM that uses transformers' attention interface works unchanged.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ ATTENTION_NAME = "hybrid_rl"
 
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
-    """What a layer asks of attention: softmax(softcap · tanh(scaling · q·k / softcap)) · v over the tokens it may see.
+    """A layer's attention: softmax(softcap · tanh(scaling · q·k / softcap)) · v over the tokens that a token may see.
 
-    `window`: those are the last `window` tokens, its own included; None: all up to its own. `softcap` None: no tanh.
+    It sees the last `window` tokens, itself included; None: all up to itself. `softcap` None: no tanh.
     `sinks` [H] are logits that take part in the softmax and add no value.
     """
 
@@ -37,7 +36,7 @@ class LayerAttention:
 
     @property
     def plain(self) -> bool:
-        """Tell whether kernels that know neither softcap nor sinks compute it."""
+        """Return whether kernels without softcap and sinks compute it."""
         return self.softcap is None and self.sinks is None
 
 
@@ -53,7 +52,7 @@ class AttentionLayout(Protocol):
     def to(self, device: object) -> AttentionLayout: ...
 
 
-# what some families hand to attention, and no layout computes
+# arguments of some families' attention that no layout computes
 UNSUPPORTED = ("position_bias", "indices", "block_indices", "sinks")
 
 
@@ -69,7 +68,7 @@ def attend_with_layout(
 ) -> tuple[Tensor, None]:
     """Attend as transformers' attention functions do: query [1, H, T, D], key and value [1, K, T, D] → [1, T, H, D].
 
-    `asked` is what else the layer says of its attention. Raises ValueError for what a layout does not compute.
+    `asked` holds the layer's other arguments. Raises ValueError for those that no layout computes.
     """
     if layout is None:
         raise ValueError(
@@ -135,8 +134,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, how: LayerAttention, se
 
 
 def softmax(scores: Tensor, bias: Tensor, how: LayerAttention) -> Tensor:
-    """Return weights from scaled scores [B, H, T, L], or heads in two dimensions with T = 1; `bias` is −inf for what is
-    not seen."""
+    """Return weights from scaled scores [B, H, T, L], or heads in two dimensions with T = 1; `bias` hides by −inf."""
     if how.softcap is not None:
         scores = how.softcap * torch.tanh(scores / how.softcap)
     scores = scores + bias
@@ -148,14 +146,14 @@ def softmax(scores: Tensor, bias: Tensor, how: LayerAttention) -> Tensor:
 
 
 class Bands:
-    """What windows leave of causal attention: [T, T] masks, made once a window and shared by its layers."""
+    """The [T, T] masks of causal attention in windows, made once per window and shared by its layers."""
 
     def __init__(self, longest: int):
         self.longest = longest
         self._made: dict[int, Tensor] = {}
 
     def of(self, length: int, window: int | None, device: torch.device) -> Tensor | None:
-        """Return the mask of a sample, [length, length] bool, or None for one that the window does not reach across."""
+        """Return the mask of a sample, [length, length] bool, or None if the window covers the whole sample."""
         if window is None or window >= length:
             return None
         if window not in self._made:
@@ -166,7 +164,7 @@ class Bands:
 
 
 class Padded:
-    """Samples padded on the right to `width`, end to end in one row [1, B·width]: plain causal attention, the reference."""
+    """Samples padded on the right to `width`, end to end in one row [1, B·width], with plain causal attention."""
 
     def __init__(self, width: int):
         self.width = width

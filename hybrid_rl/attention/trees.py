@@ -1,7 +1,7 @@
 """Attention for group trees: a group's prompt is computed once and its completions are branches of it.
 
 A tree of G completions after a prompt of P tokens costs P + ΣC tokens in every linear layer instead of G·P + ΣC. Only
-in attention is the prompt laid before each branch again, as keys and values that are already there.
+attention places the prompt before each branch again, as keys and values that are already computed.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ class _Bucket:
     _seen: dict[int | None, Tensor] = field(default_factory=dict)
 
     def seen(self, window: int | None) -> Tensor:
-        """Return what each token may see, [B, 1, C, L]: the `window` keys that end with its own. Made once a window for
-        all layers."""
+        """Return the keys that each token may see, [B, 1, C, L] bool: `window` of them, up to its own; cached."""
         if window is not None and window >= self.keys.shape[1]:
             window = None
         if window not in self._seen:
@@ -73,9 +72,8 @@ class Trees:
         self.prompts = pad_sequence(prompts, batch_first=True)
         self._bands = Bands(self.prompts.shape[1])
         self.buckets = [_bucket(chunk) for chunk in chunks]
-        self.order = torch.empty(
-            start, dtype=torch.int64
-        )  # where each flat token's result lies in [prompts; buckets] end to end
+        # the place of each flat token's result in [prompts; buckets], laid end to end
+        self.order = torch.empty(start, dtype=torch.int64)
         place = 0
         tables = [
             (self.prompts, prompts),

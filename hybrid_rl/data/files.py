@@ -23,10 +23,17 @@ Messages = tuple[dict[str, str], ...]
 
 
 def load_tasks(
-    rl: str, eval: str, sft: str | None = None, prompt: str = "prompt", answer: str | None = "answer",
-    demonstration: str = "demonstration", id: str = "id", source: str = "source", system_prompt: str | None = None,
+    rl: str,
+    eval: str,
+    sft: str | None = None,
+    prompt: str = "prompt",
+    answer: str | None = "answer",
+    demonstration: str = "demonstration",
+    id: str = "id",
+    source: str = "source",
+    system_prompt: str | None = None,
     columns: Sequence[str] | None = None,
-) -> TaskSets:  # fmt: skip
+) -> TaskSets:
     """Read one file a set; relative paths are relative to where the command runs. `prompt` … `source` name the keys (or columns) of a row,
     inner ones by a path with dots (answer=reward_model.ground_truth):
 
@@ -90,9 +97,15 @@ class _Reader:
     """One row of a file to a task; what is wrong with it is raised with its place."""
 
     def __init__(
-        self, path: Path, place: str, row: Row, unread: Sequence[str], keys: Mapping[str, str | None], columns: Sequence[str] | None,
+        self,
+        path: Path,
+        place: str,
+        row: Row,
+        unread: Sequence[str],
+        keys: Mapping[str, str | None],
+        columns: Sequence[str] | None,
         system_prompt: str | None,
-    ):  # fmt: skip
+    ):
         self.path, self.place, self.row, self.unread = path, place, row, unread
         self.keys, self.columns, self.system_prompt = keys, columns, system_prompt
 

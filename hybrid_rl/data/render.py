@@ -42,7 +42,7 @@ class Checked:
 
 def check_prompts(
     sets: TaskSets, tokenizer: PreTrainedTokenizerBase, vocabulary: int, *, max_tokens: int, row_tokens: int, sft: bool
-) -> Checked:  # fmt: skip
+) -> Checked:
     """Render every prompt, and where `sft` every demonstration, before the model, which knows `vocabulary` tokens, loads.
 
     Template and tokenizer are programs that came with the model, so this happens in a process that can be killed; what is rendered
@@ -57,8 +57,14 @@ def check_prompts(
 
 
 def _check(
-    sets: TaskSets, tokenizer: PreTrainedTokenizerBase, vocabulary: int, max_tokens: int, row_tokens: int, sft: bool, begin: Begin
-) -> Checked:  # fmt: skip
+    sets: TaskSets,
+    tokenizer: PreTrainedTokenizerBase,
+    vocabulary: int,
+    max_tokens: int,
+    row_tokens: int,
+    sft: bool,
+    begin: Begin,
+) -> Checked:
     template: Any = tokenizer.apply_chat_template
     lengths: dict[str, list[int]] = {}
     absent: dict[str, list[str]] = {}  # by role the tasks that have a message which the template leaves out

@@ -1,4 +1,4 @@
-"""What an engine is: token ids in, token ids and log-probabilities out, memory given back on request."""
+"""The protocol of engines: token ids in, token ids and log-probabilities out, memory released on request."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ KV_CACHE, WEIGHTS = "kv_cache", "weights"  # the tags of sleep and wake
 
 
 class EngineError(RuntimeError):
-    """The engine cannot do what was asked, and says what to change."""
+    """Raised when the engine cannot do what was asked; the message says what to change."""
 
 
 class EngineDied(EngineError):
-    """The engine is gone, or no longer answers, through no fault of the caller: `restart` makes a new one."""
+    """Raised when the engine has ended or no longer answers, without the caller's fault; `restart` makes a new one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """temperature 0 takes the most likely token. top_k 0 and top_p 1 switch their filters off."""
+    """How tokens are drawn. temperature 0 takes the most likely token; top_k 0 and top_p 1 disable these filters."""
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
-    max_tokens: int = 128  # sampled tokens, those of a continued request included
+    max_tokens: int = 128  # at most so many sampled tokens, those of a continued request included
 
     def __post_init__(self) -> None:
         if not (
             0 <= self.temperature < float("inf") and 0 < self.top_p <= 1 and self.top_k >= 0 and self.max_tokens >= 1
         ):
             raise EngineError(
-                f"{self}: temperature is 0 or more, 0 < top_p <= 1, top_k is 0 or more, max_tokens 1 or more"
+                f"{self}: temperature must be 0 or more, 0 < top_p <= 1, top_k 0 or more, max_tokens 1 or more"
             )
 
 
 def request_seed(*facts: object) -> int:
-    """A 63-bit seed that is the same for the same facts on every machine, and unrelated for different ones."""
+    """Return a 63-bit seed: the same for the same facts on every machine, unrelated for different facts."""
     return int.from_bytes(blake2b("/".join(map(str, facts)).encode(), digest_size=8).digest(), "big") >> 1
 
 
@@ -51,8 +51,8 @@ def request_seed(*facts: object) -> int:
 class Request:
     """One completion to sample. Requests with equal `prompt_ids` share the prompt's computation.
 
-    `sampled_ids`, `sampled_logprobs` and `versions` continue a completion that was aborted, under the current weights;
-    `seed` alone fixes the random stream, whatever else the engine is doing, and a continued request goes on in it.
+    `sampled_ids`, `sampled_logprobs` and `versions` continue an aborted completion under the current weights. `seed`
+    alone fixes the random stream, whatever else the engine does; a continued request goes on in the same stream.
     """
 
     id: int
@@ -65,8 +65,11 @@ class Request:
 
 @dataclass(slots=True)
 class Completion:
-    """All sampled tokens of a request (the end token included), their log-probabilities in nats under the distribution
-    at the sampling temperature before top-k/top-p (temperature 0: at 1), and the policy versions they were sampled under."""
+    """All sampled tokens of a request, the end token included.
+
+    `logprobs` are in nats, under the whole distribution at the sampling temperature (1 if that is 0), before top-k and
+    top-p. `versions` are run-length segments (policy version, number of tokens).
+    """
 
     id: int
     token_ids: list[int]
@@ -77,7 +80,7 @@ class Completion:
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counters since the engine was made; `cache_hit_rate` is the share of prompt tokens that needed no computation."""
+    """Count what the engine has done since it was made. `cache_hit_rate` is the share of prompt tokens not computed."""
 
     sampled_tokens: int = 0
     prompt_tokens: int = 0
@@ -95,10 +98,10 @@ class EngineStats:
 
 
 class Engine(Protocol):
-    """The protocol. All calls come from one thread; between two items of `generate` the consumer may call `abort`.
+    """What samples completions. All calls come from one thread; between two items of `generate` it may call `abort`.
 
-    An engine may span several ranks, its `team`: the first of them alone samples and compares weights, and the others are given no
-    request; all other calls the ranks of a team make together.
+    An engine may span several ranks, its `team`. Only the first of them is given requests and compares weights; all
+    other calls are made by the ranks of a team together.
     """
 
     team: Ranks
@@ -107,40 +110,41 @@ class Engine(Protocol):
     dtype: torch.dtype  # of its weights: a handover casts to it
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
-        """Completions as they finish. Raises EngineError for a request that cannot fit, or while asleep."""
+        """Yield completions as they finish. Raises EngineError for a request that cannot fit, or while asleep."""
 
     def abort(self) -> list[Completion]:
-        """Stop sampling: the partial completions of every unfinished request, with finish reason "abort"."""
+        """Stop sampling. Return the partial completions of all unfinished requests, with finish reason "abort"."""
 
     def sleep(self, tags: Iterable[str] = (KV_CACHE,)) -> int:
-        """Give the tagged memory back; returns the bytes freed, which are free when this returns."""
+        """Release the tagged memory. Return the number of bytes, which are free when this returns."""
 
     def wake(self, tags: Iterable[str] = (KV_CACHE,)) -> None:
-        """Take the tagged memory again; waking what is awake does nothing."""
+        """Allocate the tagged memory again; does nothing for memory that is awake."""
 
     def shares(self, module: nn.Module) -> bool:
-        """Whether the engine samples from this very module, so that a handover has nothing to copy."""
+        """Return whether the engine samples from this very module, so that a handover has nothing to copy."""
 
     def weights(self) -> dict[str, Tensor]:
-        """The engine's weights by the names of the policy's state_dict, for comparison; nothing where another rank of the team has them."""
+        """Return the weights by the names of the policy's state_dict, for comparison; {} on a team's other ranks."""
 
     def update_weights(self, buckets: Iterable[dict[str, Tensor]], version: int) -> None:
-        """Copy new weights in; a bucket is read before the next one is asked for.
+        """Copy new weights in; each bucket is read before the next one is requested.
 
-        Raises EngineError for an unknown name, a wrong shape, or a name left out.
+        Raises EngineError for an unknown name, a wrong shape, or a missing name.
         """
 
     def set_version(self, version: int) -> None:
-        """New weights are in place (shared memory): forget everything computed under the old ones."""
+        """Note that shared memory now holds the weights of `version`; drop everything computed under the old ones."""
 
     def restart(self) -> None:
-        """After EngineDied: a new engine, awake, that wants weights before it samples. Does nothing to one that is well."""
+        """Replace a dead engine with a new one, awake, that needs weights before it samples; a living one stays."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End the engine and release all of its memory."""
 
 
 def append_version(segments: Sequence[tuple[int, int]], version: int, count: int) -> list[tuple[int, int]]:
-    """Run-length segments with `count` more tokens of `version` at the end; equal neighbours become one."""
+    """Return the run-length segments with `count` more tokens of `version` at the end; equal neighbours are merged."""
     runs = list(segments)
     if runs and runs[-1][0] == version:
         count += runs.pop()[1]
@@ -148,7 +152,7 @@ def append_version(segments: Sequence[tuple[int, int]], version: int, count: int
 
 
 def known_tags(tags: Iterable[str]) -> set[str]:
-    """The tags as a set. Raises EngineError for one that no engine knows."""
+    """Return the tags as a set. Raises EngineError for an unknown one."""
     tags = set(tags)
     if unknown := tags - {KV_CACHE, WEIGHTS}:
         raise EngineError(f"unknown memory tags {sorted(unknown)}; known are {KV_CACHE!r} and {WEIGHTS!r}")
@@ -156,14 +160,15 @@ def known_tags(tags: Iterable[str]) -> set[str]:
 
 
 def check_request(request: Request, sampling: Sampling, capacity: int) -> None:
-    """Raises EngineError for a request that `capacity` tokens, prompt included, cannot hold or that has nothing left to sample."""
+    """Raise EngineError if a request and its prompt exceed `capacity` tokens, or if nothing is left to sample."""
     needed = len(request.prompt_ids) + sampling.max_tokens
     if not request.prompt_ids:
         raise EngineError(f"request {request.id} has an empty prompt")
     if needed > capacity:
         raise EngineError(
-            f"request {request.id}: a prompt of {len(request.prompt_ids)} tokens and up to {sampling.max_tokens} new ones "
-            f"need {needed}; the engine was given {capacity} (rollout.max_prompt_tokens + rollout.max_tokens)"
+            f"request {request.id}: a prompt of {len(request.prompt_ids)} tokens and up to {sampling.max_tokens} "
+            f"new ones need {needed}; the engine has room for {capacity} "
+            "(rollout.max_prompt_tokens + rollout.max_tokens)"
         )
     if len(request.sampled_ids) >= sampling.max_tokens:
         raise EngineError(

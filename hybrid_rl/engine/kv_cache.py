@@ -1,4 +1,4 @@
-"""Preallocated keys and values, and the two attention layouts that fill and read them."""
+"""Preallocate keys and values, and define the two attention layouts that fill and read them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,21 @@ from hybrid_rl.attention.attend import LayerAttention, Packed, softmax
 
 
 class KVCache:
-    """keys, values [layers][slots, K, capacity, D]; slot s holds `lengths[s]` tokens, from position 0 on.
+    """Keys and values, [layers][slots, K, capacity, D]; slot s holds `lengths[s]` tokens, from position 0 on.
 
-    `keys`, `values` give each layer's shape of one prompt, [K, P, D]: heads and sizes may differ between them.
+    The arguments `keys` and `values` give each layer's shape of one prompt, [K, P, D]: layers may differ in heads and
+    sizes.
     """
 
     def __init__(
-        self, slots: int, capacity: int, keys: list[torch.Size], values: list[torch.Size], dtype: torch.dtype, device: torch.device
-    ):  # fmt: skip
+        self,
+        slots: int,
+        capacity: int,
+        keys: list[torch.Size],
+        values: list[torch.Size],
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
         self.keys = [_zeros((slots, heads, capacity, dim), dtype, device) for heads, _, dim in keys]
         self.values = [_zeros((slots, heads, capacity, dim), dtype, device) for heads, _, dim in values]
         self.bias = torch.full((slots, capacity), float("-inf"), dtype=dtype, device=device)  # 0 where a token is
@@ -29,7 +36,7 @@ class KVCache:
         return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values, self.bias))
 
     def store(self, slots: list[int], keys: list[Tensor], values: list[Tensor]) -> None:
-        """Write one prefix, [K, P, D] a layer, into every given slot: a group's prompt reaches all its samples."""
+        """Write one prefix, [K, P, D] per layer, into each of the slots: all samples of a group share its prompt."""
         length = keys[0].shape[1]
         index = torch.tensor(slots, device=self.rows.device)
         for cache, new in zip((*self.keys, *self.values), (*keys, *values), strict=True):
@@ -39,7 +46,7 @@ class KVCache:
         self.lengths[slots] = length
 
     def move(self, source: list[int], target: list[int]) -> None:
-        """Copy slots (compaction: the last active ones fill the gaps that finished ones left)."""
+        """Copy slots: the last active ones fill the gaps that finished ones left."""
         longest = int(self.lengths[source].max())
         here, there = torch.tensor([source, target], device=self.rows.device)
         for tensor in (*self.keys, *self.values):
@@ -49,9 +56,9 @@ class KVCache:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros and not garbage: masked positions are multiplied by weight 0, and 0 · NaN would be NaN.
+    """Return zeros: masked positions are multiplied by weight 0, and with uninitialised memory 0 · NaN would be NaN.
 
-    On the CPU from numpy, whose zeros are pages that cost nothing until they are touched: most of a cache never is.
+    On the CPU they come from numpy, whose zero pages take no memory until they are touched; most of a cache never is.
     """
     if device.type == "cpu" and dtype == torch.float32:
         return torch.from_numpy(np.zeros(shape, dtype=np.float32))
@@ -59,7 +66,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 class Prefill(Packed):
-    """Packed causal attention over several prompts that also keeps each one's keys and values, [K, P, D] a layer."""
+    """Packed causal attention over several prompts; keeps the keys and values of each, [K, P, D] per layer."""
 
     def __init__(self, lengths: list[int]):
         super().__init__(lengths)
@@ -73,7 +80,7 @@ class Prefill(Packed):
 
 
 class Decode:
-    """One new token for each of the first `rows` slots: its key and value join the cache, its query reads all of it."""
+    """Attention for one new token in each of the first `rows` slots; its key and value join the cache."""
 
     def __init__(self, cache: KVCache, rows: int):
         self.cache, self.index = cache, cache.rows[:rows]
@@ -96,7 +103,7 @@ class Decode:
         return (weights @ values).reshape(n, 1, heads, -1).to(query.dtype)
 
     def _reach(self, window: int | None) -> tuple[int, Tensor]:
-        """The first position that any row's window holds, and the bias [n, 1, 1, L] of the positions from there on."""
+        """Return the first position in any row's window, and the bias [n, 1, 1, L] of the positions from there on."""
         _, bias = self._biases[None]
         if window is None or window >= bias.shape[-1]:
             return self._biases[None]

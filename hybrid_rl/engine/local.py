@@ -40,7 +40,7 @@ PREFILL_TOKENS = 8192  # prompt tokens that go through the model in one forward 
 
 @dataclass(slots=True)
 class _Prefix:
-    """A prompt's keys and values a layer, and the logits [V] of what follows it; dropped after its last user."""
+    """A prompt's keys and values per layer, and the logits [V] of the next token; dropped after its last user."""
 
     keys: list[Tensor]
     values: list[Tensor]
@@ -48,7 +48,7 @@ class _Prefix:
 
 
 class _Rows:
-    """Host-side state of the active rows, one a slot: what was sampled so far, and each row's random stream."""
+    """Host-side state of the active rows, one per slot: what was sampled so far, and each row's random stream."""
 
     def __init__(self, slots: int, max_tokens: int):
         self.requests: list[Request] = []
@@ -71,23 +71,27 @@ class _Rows:
 
 
 class LocalEngine:
-    """`slots` completions at a time, each of at most `capacity` tokens, prompt included.
+    """Sample up to `slots` completions at a time, each of at most `capacity` tokens with its prompt.
 
-    `model` must be loaded with hybrid_rl's attention; its parameters, in `dtype` on `device`, need only be there while the
-    weights are awake. The KV cache has the same dtype.
+    `model` must be loaded with hybrid_rl's attention. Its parameters, in `dtype` on `device`, need to exist only while
+    the weights are awake. The KV cache has the same dtype.
     """
 
     def __init__(
-        self, model: PreTrainedModel, end_ids: frozenset[int], slots: int, capacity: int, device: torch.device | str = "cpu",
+        self,
+        model: PreTrainedModel,
+        end_ids: frozenset[int],
+        slots: int,
+        capacity: int,
+        device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
-    ):  # fmt: skip
+    ):
         self.model, self.slots, self.capacity = model, slots, capacity
         self.team, self.version = Ranks(), -1
         self.stats = EngineStats()
         self.dtype, self._device = dtype, torch.device(device)
-        self._ends = np.zeros(
-            max(model.get_output_embeddings().weight.shape[0], max(end_ids) + 1), dtype=bool
-        )  # [V]: ends a completion
+        vocabulary = max(model.get_output_embeddings().weight.shape[0], max(end_ids) + 1)
+        self._ends = np.zeros(vocabulary, dtype=bool)  # [V]: whether the token ends a completion
         self._ends[list(end_ids)] = True
         self._cache: KVCache | None = None
         self._asleep: set[str] = set()
@@ -98,7 +102,7 @@ class LocalEngine:
         self._waiting: deque[Request] = deque()
         self._rows = _Rows(self.slots if max_tokens else 0, max_tokens)
         self._prefixes: dict[tuple[int, ...], _Prefix] = {}
-        self._users: Counter[tuple[int, ...]] = Counter()  # waiting requests a prefix
+        self._users: Counter[tuple[int, ...]] = Counter()  # waiting requests per prefix
 
     # ---- sampling -------------------------------------------------------------------------------------------------
 
@@ -137,7 +141,7 @@ class LocalEngine:
 
     @torch.inference_mode()
     def _advance(self, sampling: Sampling) -> list[Completion]:
-        """Admit what fits, then sample one token for every row; returns the completions that ended."""
+        """Admit what fits, then sample one token for every row. Return the completions that ended."""
         finished: list[Completion] = []
         if self._waiting and len(self._rows.requests) < self.slots:
             finished += self._admit(sampling)
@@ -149,7 +153,7 @@ class LocalEngine:
         return finished
 
     def _admit(self, sampling: Sampling) -> list[Completion]:
-        """Move waiting requests into free slots; prompts not yet computed go through the model packed into one row."""
+        """Move waiting requests into free slots; new prompts go through the model packed into one row."""
         first = len(self._rows.requests)
         admitted = [self._waiting.popleft() for _ in range(min(self.slots - first, len(self._waiting)))]
         slots_of: dict[tuple[int, ...], list[int]] = {}
@@ -197,7 +201,7 @@ class LocalEngine:
         ).logits
 
     def _take(self, first: int, logits: Tensor, sampling: Sampling) -> list[Completion]:
-        """Sample the next token of rows first…, record it, and let the rows that end leave."""
+        """Sample the next token of all rows from `first` on, record it, and remove the rows that ended."""
         rows, state = np.arange(first, len(self._rows.requests)), self._rows
         counts = state.counts[rows]
         ids, logprobs = sample(logits, torch.from_numpy(state.uniforms[rows, counts]).to(self._device), sampling)
@@ -238,7 +242,7 @@ class LocalEngine:
         return self._cache
 
     def _allocate(self, prefill: Prefill) -> None:
-        """The cache in full, once; the first prompt's keys and values tell each layer's heads and their size."""
+        """Allocate the whole cache once; the first prompt's keys and values show each layer's heads and sizes."""
         self._cache = KVCache(
             self.slots,
             self.capacity,
@@ -250,7 +254,7 @@ class LocalEngine:
         self.stats.peak_kv_bytes = max(self.stats.peak_kv_bytes, self._cache.bytes)
 
     def sleep(self, tags: Iterable[str] = (KV_CACHE,)) -> int:
-        """The shared weights belong to the policy and stay; the cache goes. Raises EngineError if something still holds it."""
+        """Free the cache; the policy's weights stay. Raises EngineError if the cache is still in use."""
         tags = known_tags(tags)
         if self._rows.requests or self._waiting:
             raise EngineError("sleep() while requests are running; exhaust generate() or abort() first")
@@ -269,7 +273,7 @@ class LocalEngine:
         self._asleep -= known_tags(tags)
 
     def restart(self) -> None:
-        """It ends with the process that it is in, so there is never anything to start again."""
+        """Do nothing: this engine ends with its process, so it can never be found dead."""
 
     def close(self) -> None:
         self.abort()
@@ -299,7 +303,7 @@ class LocalEngine:
                     f"update_weights: {name} has shape {tuple(tensor.shape)}, the engine's is {tuple(own[name].shape)}"
                 )
             own[name].copy_(tensor)
-            seen.add(own[name].data_ptr())  # by memory: a tied weight may come under either of its names
+            seen.add(own[name].data_ptr())  # by memory: a tied weight may have either of its names
         if missing := sorted(name for name, tensor in own.items() if tensor.data_ptr() not in seen):
             raise EngineError(
                 f"update_weights: no new value for {', '.join(missing[:3])}{' …' if len(missing) > 3 else ''}"

@@ -1,4 +1,4 @@
-"""Sampling a token and its log-probability in one pass over the logits."""
+"""Sample a token and its log-probability in one pass over the logits."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ LARGEST_UNIFORM = float(np.nextafter(np.float32(1.0), np.float32(0.0)))
 
 
 def uniforms(seed: int, count: int) -> np.ndarray:
-    """The request's random stream: float32 in [0, 1), the same for a seed whatever shares the batch."""
+    """Return a request's random stream [count], float32 in [0, 1); it depends on the seed alone."""
     stream = np.random.Generator(np.random.Philox(key=seed & (2**64 - 1))).random(count)
     return np.minimum(stream, LARGEST_UNIFORM).astype(np.float32)
 
 
 def sample(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Token ids [n] int64 and log-probabilities [n] float32 from logits [n, V] and uniform numbers [n] in [0, 1).
+    """Return token ids [n] int64 and log-probabilities [n] float32, from logits [n, V] and numbers [n] in [0, 1).
 
-    The token is the inverse of the cumulative distribution at the uniform number: one random number a token, which on
-    large vocabularies is several times faster than one for each vocabulary entry. The log-probability is that of the
-    whole distribution at the temperature, as the trainer computes it; top-k and top-p only restrict what is drawn.
+    The token is the inverse of the cumulative distribution at the `uniform` number. One random number per token is
+    several times faster on large vocabularies than one per vocabulary entry. The log-probability is that of the whole
+    distribution at the temperature, as the trainer computes it; top-k and top-p only restrict what is drawn.
     """
     greedy = sampling.temperature == 0.0
     logits = logits.float()
@@ -34,17 +34,17 @@ def sample(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor,
         ids = logprobs.argmax(-1, keepdim=True)
     else:
         cumulative = cumsum(_filtered(logprobs.exp(), sampling), rising=True)
-        # right=True: the first entry whose cumulative exceeds the target, so an entry of probability 0 is never drawn
+        # right=True finds the first entry whose cumulative exceeds the target: one of probability 0 is never drawn
         target = torch.minimum(
             uniform[:, None] * cumulative[:, -1:], torch.nextafter(cumulative[:, -1:], cumulative.new_zeros(()))
         )
         ids = torch.searchsorted(cumulative, target, right=True)
-        ids.clamp_(max=logits.shape[-1] - 1)  # past the end where logits are NaN, as the log-probability then shows
+        ids.clamp_(max=logits.shape[-1] - 1)  # NaN logits lead past the end; the log-probability is then NaN
     return ids[:, 0], logprobs.gather(-1, ids)[:, 0]
 
 
 def _filtered(probs: Tensor, sampling: Sampling) -> Tensor:
-    """Zero what top-k, then top-p, exclude; ties with the last kept entry stay in."""
+    """Return probabilities with 0 for what top-k, then top-p, exclude; ties with the last kept entry stay."""
     if 0 < sampling.top_k < probs.shape[-1]:
         least = probs.topk(sampling.top_k, dim=-1).values[:, -1:]
         probs = probs.masked_fill(probs < least, 0.0)

@@ -1,5 +1,4 @@
-"""The critic: a causal LM whose head gives one number a token, the return that is expected before the token is sampled
-(PPO's V)."""
+"""The critic: a causal LM whose head predicts the return before each token is sampled (PPO's V)."""
 
 from __future__ import annotations
 
@@ -22,8 +21,7 @@ from hybrid_rl.types import PackedBatch, Rollout
 
 
 class ValueModel(SideModel):
-    """Is loaded, sharded and computed like a policy, all weights trained; its head is one row of zeros, so every value
-    begins as 0."""
+    """A model like a policy's, with all weights trained and a head of one row of zeros, so that values begin as 0."""
 
     def _adapt(self, model: PreTrainedModel) -> PreTrainedModel:
         old = model.get_output_embeddings().weight
@@ -38,12 +36,13 @@ class ValueModel(SideModel):
 
         The last product is float32: half precision has too few digits for its sum.
         """
-        return self._scored(row, lambda hidden, head, targets: linear(hidden.float(), head.weight.float()).sum(-1))
+        return self._body_and_head(
+            row, lambda hidden, head, targets: linear(hidden.float(), head.weight.float()).sum(-1)
+        )
 
     @torch.no_grad()
     def begin_as(self, policy: Policy) -> None:
-        """Take over the policy's weights, adapters merged, all but its head. Both lie in the same shards.
-        Collective."""
+        """Copy the policy's weights except the head, adapters merged; both have the same shards. Collective."""
         head = self.model.get_output_embeddings().weight
         for name, _, rows in lora.merged(policy.parameters, policy.model):
             ours = self.parameters.get(name)
@@ -53,8 +52,7 @@ class ValueModel(SideModel):
 
 @dataclass(slots=True)
 class Critic:
-    """A value model and its optimizer, `clip` as `value_loss` has it. What is parked comes back by itself when it is
-    needed."""
+    """A value model and its optimizer, with the `clip` of `value_loss`; parked memory returns when it is needed."""
 
     model: ValueModel
     optimizer: Optimizer
@@ -66,12 +64,10 @@ class Critic:
         return measure(self.model, rollouts, lambda row: (self.model.values(row),), 1)[0]
 
     def update(self, rollouts: Sequence[Rollout], values: Tensor, targets: Tensor, given: Given) -> Update:
-        """Take one optimizer step towards `targets` [N], away from `values` [N], the predictions that the targets were
-        made with.
+        """Take one optimizer step towards `targets` [N]; `values` [N] are the predictions before the step's updates.
 
-        `given` weights tokens as it does in the policy's loss; nothing depends on rows or ranks. The step is skipped
-        for a non-finite loss or gradient. Collective: every rank is given the whole batch, and all return the same
-        numbers.
+        `given` weights tokens as in the policy's loss; the result does not depend on rows or ranks. The step is skipped
+        for a non-finite loss or gradient. Collective: every rank gets the whole batch, and all return the same numbers.
         """
         done = self.forward_backward(rollouts, values, targets, given)
         fault = None if finite([done.losses]) else find({"value loss": done.losses}, rollouts)
@@ -109,28 +105,26 @@ class Critic:
         self.optimizer.park()
 
     def unpark(self) -> None:
-        """Bring weights and moments back, if they wait."""
+        """Move parked weights and moments back to the device."""
         self.model.unpark()
         self.optimizer.unpark()
 
 
 def value_loss(values: Tensor, old: Tensor, targets: Tensor, clip: float) -> tuple[Tensor, Tensor]:
-    """Return ½ max((V − R)², (clamp(V, V_old ± clip) − R)²), and whether the clamp keeps the token from having a
-    gradient; [M] each.
+    """Return ½ max((V − R)², (clamp(V, V_old ± clip) − R)²), and whether the clamp removes the gradient; [M] each.
 
-    PPO2's (github.com/openai/baselines, ppo2/model.py): a step stops counting once it has moved V by `clip` towards R.
-    0: ½ (V − R)². V_old = 0, clip = 0.2, R = 1: V = 0.1 → 0.405; V = 0.5 → 0.32, clipped; V = −0.5 → 1.125, not
-    clipped, for it moved away.
+    As in PPO2 (github.com/openai/baselines, ppo2/model.py), a token has no gradient once V has moved by `clip` towards
+    R. clip = 0: ½ (V − R)². V_old = 0, clip = 0.2, R = 1: V = 0.1 → 0.405; V = 0.5 → 0.32, clipped; V = −0.5 → 1.125,
+    not clipped, because V moved away.
     """
     losses = (values - targets).square()
     if not clip:
         return 0.5 * losses, torch.zeros_like(losses, dtype=torch.bool)
-    held = (values.clamp(old - clip, old + clip) - targets).square()  # V itself inside the band, to the bit
+    held = (values.clamp(old - clip, old + clip) - targets).square()  # inside the band exactly V
     return 0.5 * torch.maximum(losses, held), held > losses
 
 
 def explained_variance(values: Tensor, targets: Tensor) -> float:
-    """Return the share of the targets' variance that the values account for: 1 − Var(R − V) / Var(R); 0 if nothing
-    varies."""
+    """Return the share of the targets' variance that the values explain: 1 − Var(R − V) / Var(R); 0 if none varies."""
     spread = float(targets.var()) if len(targets) > 1 else 0.0
     return 1 - float((targets - values).var()) / spread if spread > 0 else 0.0

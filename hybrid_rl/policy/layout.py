@@ -1,6 +1,6 @@
-"""From rollouts to rows the trainer can run: padded, packed, or group trees, behind one function.
+"""Turn rollouts into the rows of forward passes: padded, packed, or group trees, behind one function.
 
-Whatever the layout, the outside sees the batch's sampled tokens as one vector [N], in the order of the rollouts given:
+Whatever the layout, callers see the batch's sampled tokens as one vector [N], in the order of the rollouts given:
 `sampled_tokens` builds the recorded facts in that order, and each row says which of the N tokens it predicts.
 """
 
@@ -24,8 +24,7 @@ Layout = Literal["padded", "packed", "trees"]
 
 @dataclass(slots=True)
 class SampledTokens:
-    """Facts of all N sampled tokens of a batch, in rollout order: behaviour_logprobs [N] float32, rollout_index [N]
-    int64."""
+    """All N sampled tokens of a batch in rollout order: behaviour_logprobs [N] float32, rollout_index [N] int64."""
 
     behaviour_logprobs: Tensor
     rollout_index: Tensor
@@ -44,31 +43,30 @@ def sampled_tokens(rollouts: Sequence[Rollout], device: Any = "cpu") -> SampledT
 
 
 def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Pack items into bins of `capacity`: longest first, each into the first bin with room; lists of item indices.
+    """Return lists of item indices, one per bin of `capacity`: longest first, each into the first bin with space.
 
     Raises ValueError for an item larger than a bin. Ties keep the given order, so that packing is reproducible.
     """
     bins: list[list[int]] = []
-    room: list[int] = []
+    space: list[int] = []  # left in each bin
     for item in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         if sizes[item] > capacity:
             raise ValueError(f"a sample of {sizes[item]} tokens does not fit a row of {capacity}")
-        target = next((b for b, free in enumerate(room) if free >= sizes[item]), None)
+        target = next((b for b, free in enumerate(space) if free >= sizes[item]), None)
         if target is None:
             bins.append([])
-            room.append(capacity)
+            space.append(capacity)
             target = len(bins) - 1
         bins[target].append(item)
-        room[target] -= sizes[item]
+        space[target] -= sizes[item]
     return bins
 
 
 def pack(rollouts: Sequence[Rollout], layout: Layout, row_tokens: int, ranks: Ranks | None = None) -> list[PackedBatch]:
-    """Return this rank's rows, of at most `row_tokens` tokens each; those of all ranks together hold every rollout
-    once.
+    """Return this rank's rows, of at most `row_tokens` tokens each; all ranks together hold every rollout once.
 
-    Every rank has the same number of rows, since forward and backward are collective: one with less to do gets rows
-    without sampled tokens, whose gradient is zero. Raises ValueError for a rollout that does not fit a row.
+    Every rank has the same number of rows, since forward and backward are collective: a rank with less to do gets rows
+    without sampled tokens, whose gradient is zero. Raises ValueError for a rollout that does not fit into a row.
     """
     ranks = ranks or Ranks()
     starts = [0]
@@ -82,7 +80,7 @@ def pack(rollouts: Sequence[Rollout], layout: Layout, row_tokens: int, ranks: Ra
 
 
 def share_out(rollouts: Sequence[Rollout], layout: Layout, ranks: int) -> list[list[int]]:
-    """Return the rollouts' indices in one list a rank, of about equal numbers of tokens.
+    """Return one list of the rollouts' indices per rank, with about equal numbers of tokens.
 
     Trees: contiguous parts, so that at most ranks − 1 prompts are computed twice. Otherwise the longest first, each to
     the rank with the least so far.
@@ -120,7 +118,7 @@ def _plan(
 
 @dataclass(slots=True)
 class _Unit:
-    """What packing moves as one piece: rollouts that share their first `shared` tokens (0: a rollout by itself)."""
+    """Rollouts that packing keeps together, since they share their first `shared` tokens (0: a single rollout)."""
 
     shared: int
     members: list[int]
@@ -130,18 +128,17 @@ class _Unit:
 
 
 def _trees(rollouts: Sequence[Rollout], part: list[int], row_tokens: int) -> list[_Unit]:
-    """Join neighbouring rollouts with one prompt in a tree; a tree that would outgrow a row is split, its prompt
-    repeated."""
+    """Join neighbouring rollouts with one prompt in a tree; one larger than a row is split, and its prompt repeated."""
     units: list[_Unit] = []
     for prompt, members in groupby(part, key=lambda i: rollouts[i].token_ids[: rollouts[i].prompt_length]):
-        room = -1
+        left = -1  # tokens
         for i in members:
             size = len(rollouts[i].token_ids) - len(prompt)
-            if size > room:
+            if size > left:
                 units.append(_Unit(len(prompt), []))
-                room = row_tokens - len(prompt)
+                left = row_tokens - len(prompt)
             units[-1].members.append(i)
-            room -= size
+            left -= size
     return units
 
 
@@ -187,7 +184,7 @@ def _row(
 
 
 def _idle_row() -> PackedBatch:
-    """Return one token and nothing to predict: what a rank computes that has nothing to do."""
+    """Return a row of one token with nothing to predict, for a rank that has nothing to do."""
     nothing = torch.zeros(0, dtype=torch.int64)
     one = torch.zeros(1, dtype=torch.int64)
     return PackedBatch(one, one, Packed([1]), nothing, nothing, nothing)

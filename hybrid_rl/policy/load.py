@@ -37,7 +37,7 @@ from hybrid_rl.policy.positions import limits
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """What every rank knows of a model folder, with or without the weights."""
+    """What every rank knows of a model folder, whether it read the weights or not."""
 
     config: PreTrainedConfig
     generation: GenerationConfig
@@ -52,8 +52,7 @@ def hidden_states(model: PreTrainedModel, input_ids: Tensor, position_ids: Tenso
 
 
 def read_model(folder: str | Path, row_tokens: int) -> PreTrainedModel:
-    """Load the model in float32. Raises ModelError unless it is what the files hold, and what `empty_model` makes room
-    for."""
+    """Load the model in float32. Raises ModelError unless it matches both its files and `empty_model`."""
     model: PreTrainedModel
     loaded: dict[str, Any]
     config = read_config(folder)
@@ -71,9 +70,9 @@ def read_model(folder: str | Path, row_tokens: int) -> PreTrainedModel:
         raise ModelError(
             f"model.path={folder}: {name} has shape {list(stored)}, by config.json it must have {list(wanted)}"
         )
-    if absent := sorted(loaded["missing_keys"]):  # transformers would go on with random numbers there
+    if absent := sorted(loaded["missing_keys"]):  # transformers would use random numbers there
         raise ModelError(f"model.path={folder} has no weights for {_some(absent)}")
-    if extra := sorted(loaded["unexpected_keys"]):  # and here with a part of the model
+    if extra := sorted(loaded["unexpected_keys"]):  # transformers would use only a part of them
         raise ModelError(f"model.path={folder} has weights that config.json has no place for: {_some(extra)}")
     check_stored(folder, empty)
     _check_loaded(folder, model, empty)
@@ -87,8 +86,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _check_loaded(folder: str | Path, model: PreTrainedModel, empty: PreTrainedModel) -> None:
-    """Compare what was loaded with what other ranks and half precision make room for, and with the names that an export
-    will write."""
+    """Raise ModelError if the model differs from `empty`, which other ranks use, or an export could not write it."""
     here, there = ({name: p.shape for name, p in m.named_parameters()} for m in (model, empty))
     if here != there:
         differ = sorted(here.items() ^ there.items())
@@ -108,7 +106,8 @@ def _check_loaded(folder: str | Path, model: PreTrainedModel, empty: PreTrainedM
     ]
     if lost:
         raise ModelError(
-            f"{type(model).__name__} cannot be written as it was read: {_some(sorted(lost))} is not in the files of {folder}"
+            f"{type(model).__name__} cannot be written as it was read: {_some(sorted(lost))} is not in the files of "
+            f"{folder}"
         )
 
 
@@ -119,7 +118,7 @@ def _check_chance(model: PreTrainedModel) -> None:
     ids = torch.arange(4)[None]
     try:
         hidden_states(model.train(), ids, ids, Packed([4]))
-    except Exception:  # _check_forward says what it is
+    except Exception:  # _check_forward reports it
         return
     if not torch.equal(state, torch.get_rng_state()):
         sources = ", ".join(sorted({name for part in model.modules() for name in _chances(part)})) or "its code"
@@ -136,8 +135,8 @@ def _chances(part: nn.Module) -> list[str]:
     ]
 
 
-class _Told(Packed):
-    """Packed rows that note the window that each layer hands to attention."""
+class _RecordWindows(Packed):
+    """Packed rows that record the window that each layer passes to attention."""
 
     def __init__(self, lengths: list[int]):
         super().__init__(lengths)
@@ -159,11 +158,11 @@ def _check_forward(model: PreTrainedModel, row_tokens: int) -> None:
     far = positions.clone()
     far[0, 3] = min([row_tokens, *(limit.tokens for limit in limits(model) if limit.hard)]) - 1
     logits = logits_of(model.train().get_output_embeddings(), config)
-    told = _Told([4, 2])
+    recorded = _RecordWindows([4, 2])
     try:
         windows = configured_windows(config)
         own = model(input_ids=ids, position_ids=positions, use_cache=False, layout=Packed([4, 2])).logits
-        ours = logits(hidden_states(model, ids, positions, told))
+        ours = logits(hidden_states(model, ids, positions, recorded))
         alone = logits(hidden_states(model, ids[:, 4:], positions[:, 4:], Packed([2])))
         beside_far = logits(hidden_states(model, ids, far, Packed([4, 2])))
         eager = _eager(model, ids[:, :4])
@@ -171,7 +170,7 @@ def _check_forward(model: PreTrainedModel, row_tokens: int) -> None:
         raise ModelError(f"{kind} does not run with hybrid_rl's attention: {reason(error)}") from error
     if not own.isfinite().all():
         raise ModelError(f"{folder_of(config)}: its logits are not finite; a weight is NaN or infinite")
-    much = 1e-3 * alone.std()  # far above rounding, below what a leak does
+    much = 1e-3 * alone.std()  # far above rounding, and below any leak between samples
     if (ours[:, 4:] - alone).abs().max() > much:
         raise ModelError(f"{kind} does not use hybrid_rl's attention: samples packed in a row see each other")
     if not torch.allclose(own, ours, rtol=1e-4, atol=1e-4):
@@ -183,10 +182,10 @@ def _check_forward(model: PreTrainedModel, row_tokens: int) -> None:
             f"{kind} changes all positions of a row with its longest sample; no row can hold several samples"
         )
     for layer, window in enumerate(windows):
-        if window is not None and told.windows.get(layer) != window and window < row_tokens:
+        if window is not None and recorded.windows.get(layer) != window and window < row_tokens:
             raise ModelError(
-                f"{kind}: layer {layer} has a window of {window} tokens (config.json) that it does not hand to attention; only "
-                f"policy.row_tokens={window} or less can be used"
+                f"{kind}: layer {layer} has a window of {window} tokens (config.json) that it does not hand to "
+                f"attention; only policy.row_tokens={window} or less can be used"
             )
 
 

@@ -1,4 +1,4 @@
-"""From hidden states to per-token numbers, without ever holding a batch's full logits."""
+"""Compute per-token numbers from hidden states, without ever holding a batch's full logits."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ ToLogits = Callable[[Tensor], Tensor]
 
 
 def logits_of(head: nn.Module, config: PreTrainedConfig) -> ToLogits:
-    """Return the function from hidden states to a model's logits: its head, then the scale and the softcap that
-    config.json may have.
+    """Return the function from hidden states to logits: the head, then config.json's scale and softcap, if any.
 
-    Loading a model compares it with the model's own logits.
+    Loading a model compares the result with the model's own logits.
     """
     text = config.get_text_config()
     scale = (getattr(text, "logit_scale", None) or 1.0) / (getattr(text, "logits_scaling", None) or 1.0)
@@ -37,8 +36,8 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return log π(target) and the distribution's entropy, both [M] float32 in nats, at the sampling temperature.
 
-    hidden [M, d], targets [M] int64; logits exist for `chunk` tokens at a time. Entropy carries a gradient only
-    if it is asked for: that keeps a second tensor of a chunk's size for backward.
+    hidden [M, d], targets [M] int64; logits exist for `chunk` tokens at a time. Entropy has a gradient only with
+    `entropy_gradient`, which keeps a second tensor of a chunk's size for backward.
     """
 
     def one_chunk(hidden: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
@@ -53,8 +52,10 @@ def token_logprobs(
 
 
 def token_cross_entropy(hidden: Tensor, head: ToLogits, targets: Tensor, label_smoothing: float, chunk: int) -> Tensor:
-    """Return the supervised loss of each token, [M] float32 in nats: (1−ε)·(−log π(target)) + ε·mean over the
-    vocabulary of −log π."""
+    """Return the supervised loss of each token, [M] float32 in nats.
+
+    It is (1 − ε) · (−log π(target)) + ε · the mean over the vocabulary of −log π, with ε = `label_smoothing`.
+    """
 
     def one_chunk(hidden: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
         return (cross_entropy(head(hidden).float(), targets, reduction="none", label_smoothing=label_smoothing),)
@@ -65,8 +66,7 @@ def token_cross_entropy(hidden: Tensor, head: ToLogits, targets: Tensor, label_s
 def _in_chunks(
     function: Callable[[Tensor, Tensor], tuple[Tensor, ...]], hidden: Tensor, targets: Tensor, chunk: int
 ) -> tuple[Tensor, ...]:
-    """Apply `function` to `chunk` tokens at a time, each chunk computed again in backward; except if one chunk holds
-    everything."""
+    """Apply `function` to `chunk` tokens at a time; several chunks are computed again in backward."""
     if len(targets) <= chunk:
         return function(hidden, targets)
     pieces = zip(hidden.split(chunk), targets.split(chunk), strict=True)

@@ -22,7 +22,7 @@ NAME = "default"
 def inject(model: PreTrainedModel, config: LoraConfig) -> None:
     """Add adapters to the matrices that config.targets names and freeze everything else; nothing if rank is 0.
 
-    Raises ValueError for a target that names none.
+    Raises ValueError for a target that names no matrix.
     """
     if not config.rank:
         return
@@ -30,9 +30,8 @@ def inject(model: PreTrainedModel, config: LoraConfig) -> None:
 
     names = _matrices(model, config.targets)
     wanted = peft.LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=names, task_type="CAUSAL_LM")
-    peft.inject_adapter_in_model(
-        wanted, model, NAME
-    )  # not model.add_adapter, which insists on a newer peft than it needs
+    # model.add_adapter would insist on a newer peft than it needs
+    peft.inject_adapter_in_model(wanted, model, NAME)
     adapted = {
         name.removesuffix(".base_layer"): module
         for name, module in model.named_modules()
@@ -41,18 +40,18 @@ def inject(model: PreTrainedModel, config: LoraConfig) -> None:
     if adapted.keys() != set(names) or not all(isinstance(module, nn.Linear) for module in adapted.values()):
         differ = sorted(adapted.keys() ^ set(names))
         raise ValueError(
-            f"policy.lora.targets: peft puts adapters elsewhere than on {type(model).__name__}'s linear modules: {differ[:3]}"
+            f"policy.lora.targets: peft puts adapters elsewhere than on {type(model).__name__}'s linear modules: "
+            f"{differ[:3]}"
         )
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))
 
 
 def _matrices(model: PreTrainedModel, targets: list[str]) -> list[str]:
-    """Return whole names of the linear modules that are meant: a target is a module's name or its end, as in peft, and
-    must name one.
+    """Return the full names of the linear modules that the targets name: by a module's name or its end, as in peft.
 
-    The head is left out: it may be the embedding. So are experts that are fused into one parameter, which are no
-    modules, and with them modules whose name peft takes for an expert's (a dense or shared MLP beside experts): it
+    The head is left out, since it may be the embedding. Experts that are fused into one parameter are no modules, and
+    are left out too, as are modules whose name peft takes for an expert's (a dense or shared MLP beside experts): peft
     could not read such an adapter again.
     """
     head, experts = model.get_output_embeddings(), _expert_names(model)
@@ -62,7 +61,8 @@ def _matrices(model: PreTrainedModel, targets: list[str]) -> list[str]:
     if list(targets) == ["all-linear"]:
         if not free:
             raise ValueError(
-                f"policy.lora: {kind} has no linear module below its head that can have an adapter; set policy.lora.rank=0"
+                f"policy.lora: {kind} has no linear module below its head that can have an adapter; "
+                "set policy.lora.rank=0"
             )
         return free
     found = {target: [name for name in linear if f".{name}".endswith(f".{target}")] for target in targets}
@@ -75,15 +75,14 @@ def _matrices(model: PreTrainedModel, targets: list[str]) -> list[str]:
             )
         if taken := [name for name in names if name not in free]:
             raise ValueError(
-                f"policy.lora.targets: {target} names {taken[0]}, and peft takes {taken[0].rpartition('.')[2]} in {kind} for its fused "
-                "experts, which get no adapters; leave it out"
+                f"policy.lora.targets: {target} names {taken[0]}, and peft takes {taken[0].rpartition('.')[2]} "
+                f"in {kind} for its fused experts, which get no adapters; leave it out"
             )
     return [name for name in linear if any(name in names for names in found.values())]
 
 
 def _expert_names(model: PreTrainedModel) -> set[str]:
-    """Return the names of modules that peft, since transformers 5, takes for the parts of fused experts in models of
-    this type."""
+    """Return the names of modules that peft takes for parts of fused experts in this type of model."""
     try:
         from peft.utils import transformers_weight_conversion as known
     except ImportError:  # an older peft takes every name as it is
@@ -98,9 +97,8 @@ def is_adapter(name: str) -> bool:
 
 def merged(parameters: dict[str, nn.Parameter], model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield (plain name, parameter, this rank's rows of W + (α / r) · B A) of every weight that is not an adapter.
-    Collective.
 
-    B is sharded over the same rows as W, so only the small A has to be whole.
+    B is sharded over the same rows as W, so only the small A must be gathered. Collective.
     """
     for name, parameter in parameters.items():
         if is_adapter(name):
@@ -119,12 +117,11 @@ def merged(parameters: dict[str, nn.Parameter], model: nn.Module) -> Iterator[tu
 
 @contextmanager
 def disabled(model: nn.Module) -> Iterator[None]:
-    """Compute as the model did before it had adapters."""
+    """Make the model compute without its adapters."""
     layers: list[Any] = [m for m in model.modules() if hasattr(m, "_disable_adapters")]
     for layer in layers:
-        layer._disable_adapters = (
-            True  # peft's public switch also changes what requires a gradient, and FSDP has wrapped that
-        )
+        # peft's public switch also changes requires_grad, which FSDP does not allow
+        layer._disable_adapters = True
     try:
         yield
     finally:

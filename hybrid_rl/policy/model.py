@@ -1,5 +1,4 @@
-"""A model in its role (policy, reference, teacher): a causal LM of transformers, sharded where there are several
-ranks."""
+"""A model in its role (policy, reference, teacher): a causal LM of transformers, sharded over several ranks."""
 
 from __future__ import annotations
 
@@ -34,17 +33,15 @@ from hybrid_rl.types import PackedBatch, Rollout
 PerToken = Callable[[Tensor, nn.Module, Tensor], object]
 
 
-class _Scored(nn.Module):
-    """Hidden states and head in one module, so that FSDP keeps the head's parameters whole while chunks of logits are
-    made."""
+class _BodyAndHead(nn.Module):
+    """Body and head in one module, so that FSDP keeps the head's parameters whole while logits are computed."""
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
         self.model = model
 
     def forward(self, row: PackedBatch, per_token: PerToken) -> object:
-        """Call `per_token(hidden [M, d], head, targets [M])` on the hidden states that predict the row's sampled
-        tokens."""
+        """Call `per_token(hidden [M, d], head, targets [M])` on the states that predict the row's sampled tokens."""
         hidden = hidden_states(self.model, row.input_ids[None], row.position_ids[None], row.layout)
         return per_token(hidden[0, row.predict_at], self.model.get_output_embeddings(), row.targets)
 
@@ -54,7 +51,7 @@ class Policy(Offloaded):
 
     On one rank in float32 `model` is a plain module. Otherwise its parameters are FSDP2 shards, and `sampler` is a
     second, empty module for the engine: `gather` lends it the unsharded parameters, `reshard` takes them back.
-    `parameters` and `trainable` name the persistent ones, plain or sharded, each memory once.
+    `parameters` and `trainable` name the persistent parameters, plain or sharded; tied ones appear once.
     """
 
     def __init__(
@@ -66,7 +63,7 @@ class Policy(Offloaded):
         ranks: Ranks,
     ):
         self.config, self.generation, self.tokenizer = known.config, known.generation, known.tokenizer
-        self._conversions = conversions_of(whole)  # from the files' names to transformers', on rank 0
+        self._conversions = conversions_of(whole)  # of the files' names to transformers', on rank 0
         self.device, self.settings, self.ranks = device, settings, ranks
         self.dtype = compute_dtype(settings.dtype, device)
         if whole is not None:
@@ -74,7 +71,7 @@ class Policy(Offloaded):
         if ranks.world == 1 and self.dtype == torch.float32:
             assert whole is not None
             self.model = self.sampler = whole.to(device)  # type: ignore[arg-type]
-            self._scored = _Scored(self.model)
+            self._body_and_head = _BodyAndHead(self.model)
             self._units: list[FSDPModule] = []
         else:
             self._shard(whole)
@@ -93,7 +90,7 @@ class Policy(Offloaded):
     def load(
         cls, folder: str | Path, device: torch.device, settings: PolicyConfig | None = None, ranks: Ranks | None = None
     ) -> Self:
-        """Read a Hugging Face folder, on rank 0 alone; the others get their shards from it.
+        """Read a Hugging Face folder on rank 0; the other ranks get their shards from rank 0.
 
         Raises ModelError naming the folder and what is wrong with it, on every rank.
         """
@@ -102,7 +99,8 @@ class Policy(Offloaded):
         if shard and ranks.world % shard:
             fitting = ", ".join(str(n) for n in range(1, ranks.world + 1) if ranks.world % n == 0)
             raise ModelError(
-                f"policy.shard={shard} does not divide the {ranks.world} ranks into equal groups; possible are {fitting}"
+                f"policy.shard={shard} does not divide the {ranks.world} ranks into equal groups; "
+                f"possible are {fitting}"
             )
         if ranks.main:
             try:
@@ -111,17 +109,18 @@ class Policy(Offloaded):
             except ModelError as error:
                 problem = error
         ranks.agree(problem)
-        rows = ranks.from_main(lambda: settings.row_tokens)  # one number, also where GPUs differ
-        config, generation = ranks.from_main(lambda: (whole.config, whole.generation_config))  # type: ignore[union-attr]
+        rows = ranks.from_main(lambda: settings.row_tokens)  # one number, also if GPUs differ
+        configs = lambda: (whole.config, whole.generation_config)  # type: ignore[union-attr]  # noqa: E731
+        config, generation = ranks.from_main(configs)
         known = Described(config, generation, read_tokenizer(folder))
         return cls(whole, known, device, replace(settings, row_tokens=rows), ranks)
 
     def _shard(self, whole: PreTrainedModel | None) -> None:
         size = self.settings.shard or self.ranks.local_world
         self.model, self.sampler = self._empty(), self._empty().eval()
-        self._scored = _Scored(self.model)
+        self._body_and_head = _BodyAndHead(self.model)
         self._units = shard(
-            self._scored, layer_classes(self.model), make_mesh(self.ranks, size, self.device), self.dtype
+            self._body_and_head, layer_classes(self.model), make_mesh(self.ranks, size, self.device), self.dtype
         )
         self.model.to_empty(device=self.device)
         self.model.tie_weights()
@@ -152,15 +151,14 @@ class Policy(Offloaded):
         return choose_layout(self.settings.layout, self.device)  # type: ignore[return-value]
 
     def rows(self, rollouts: Sequence[Rollout]) -> Iterator[PackedBatch]:
-        """Yield this rank's rows of the rollouts, on the device; every rank yields as many. The one walk over a
-        batch."""
+        """Yield this rank's rows of the rollouts, on the device; every rank yields the same number."""
         for row in pack(rollouts, self.layout, self.settings.row_tokens, self.ranks):
             yield row.to(self.device)
             hangs.progress()
 
     def logprobs(self, row: PackedBatch, temperature: float, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         """Return log π and entropy in nats, [M] float32, of the row's sampled tokens, at the sampling temperature."""
-        return self._scored(
+        return self._body_and_head(
             row,
             lambda hidden, head, targets: token_logprobs(
                 hidden, logits_of(head, self.config), targets, temperature, self.chunk, entropy_gradient
@@ -169,7 +167,7 @@ class Policy(Offloaded):
 
     def cross_entropy(self, row: PackedBatch, label_smoothing: float) -> Tensor:
         """Return the supervised loss, [M] float32 in nats, of the row's target tokens."""
-        return self._scored(
+        return self._body_and_head(
             row,
             lambda hidden, head, targets: token_cross_entropy(
                 hidden, logits_of(head, self.config), targets, label_smoothing, self.chunk
@@ -188,7 +186,7 @@ class Policy(Offloaded):
         """Return every token that ends a completion."""
         return end_ids(self.tokenizer, self.generation, self.vocabulary, folder_of(self.config))
 
-    # ---- whose turn it is with the device --------------------------------------------------------------------------
+    # ---- sharing the device with the engine --------------------------------------------------------------------------
 
     def gather(self) -> None:
         """Lend the sampler the whole parameters, unsharded in place, in the compute dtype. Collective."""
@@ -198,8 +196,7 @@ class Policy(Offloaded):
             self._loan = Loan(self.sampler, self.model)
 
     def reshard(self) -> int:
-        """Take the whole parameters back from the sampler; returns the bytes freed. Raises RuntimeError if they are
-        still there."""
+        """Free the whole parameters lent to the sampler, and return their bytes. Raises RuntimeError if any remain."""
         storages: dict[int, torch.UntypedStorage] = {}
         if self._loan:
             storages = {tensor.data_ptr(): tensor.untyped_storage() for tensor in self._loan.tensors()}
@@ -213,21 +210,17 @@ class Policy(Offloaded):
         return freed
 
     def waits(self) -> bool:
-        """Tell whether the shards go to host memory: not on one rank, whose engine samples from these very
-        parameters."""
+        """Return whether shards move to host memory: never on one rank, where the engine samples from them."""
         return self.settings.offload == Offload.all and bool(self._units)
 
     def waiting(self) -> Iterator[Tensor]:
         return (local(p) for p in self.parameters.values())
 
     def buckets(self, dtype: torch.dtype, size: int, merged: bool = True) -> Iterator[dict[str, Tensor]]:
-        """Yield all weights whole in buckets of about `size` bytes of `dtype`; valid until the next is asked for.
-        Collective.
+        """Yield all weights whole, in buckets of about `size` bytes of `dtype`, each valid until the next. Collective.
 
-        Sharded ones are cast to `dtype` before they are gathered; plain ones come as they are, to be cast by who copies
-        them.
-
-        Named as transformers names them; `merged` adds each adapter's product to its matrix and leaves adapters out.
+        Sharded weights are cast to `dtype` before they are gathered; plain ones are not cast. Names are transformers';
+        `merged` adds each adapter's product to its matrix and leaves adapters out.
         """
         own = (
             lora.merged(self.parameters, self.model)
@@ -239,10 +232,10 @@ class Policy(Offloaded):
             yield {name: b.to(dtype) if b.is_floating_point() else b for name, b in self._buffers.items()}
 
     def export(self, folder: str | Path, float32: bool = False) -> None:
-        """Write the folder that the policy was loaded from with the trained weights, adapters merged, in the files'
-        dtype or in float32.
+        """Write the policy's original folder with the trained weights, in the files' dtype or in float32.
 
-        Where adapters are trained, `<folder>_adapter` holds them alone, as peft reads them. Collective; rank 0 writes.
+        Adapters are merged, and also written alone to `<folder>_adapter`, as peft reads them. Collective; rank 0
+        writes.
         """
         whole = self._on_main(self.buckets(torch.float32, 2**28))
         adapters = (
@@ -260,23 +253,21 @@ class Policy(Offloaded):
     def _on_main(
         self, buckets: Iterator[dict[str, Tensor]], wanted: Callable[[str], bool] = lambda name: True
     ) -> dict[str, Tensor]:
-        """Return copies of whole weights in rank 0's host memory; nothing on the other ranks."""
+        """Return copies of whole weights in rank 0's host memory, and {} on the other ranks."""
         items = (item for bucket in buckets for item in bucket.items())
         return {name: t.detach().to("cpu", copy=True) for name, t in items if self.ranks.main and wanted(name)}
 
 
 class SideModel(Policy):
-    """A model of its own beside the policy, which waits in host memory while idle."""
+    """A separate model beside the policy, which waits in host memory while idle."""
 
     def waits(self) -> bool:
-        """Wait always on a GPU; on the CPU if policy.offload says so, but not on one rank, whose parameters lie in a
-        mapped file."""
+        """Return True on a GPU; on the CPU if policy.offload says so, except on one rank, which maps its file."""
         return self.device.type != "cpu" or (self.settings.offload == Offload.all and self.ranks.world > 1)
 
 
 def pick_device(choice: str) -> torch.device:
-    """Return the device of the choice; `auto` is the GPU if there is one. Raises ModelError for a device that is not
-    there."""
+    """Return the chosen device; `auto` is the GPU if there is one. Raises ModelError if there is no such device."""
     if choice == "auto":
         choice = "cuda" if torch.cuda.is_available() else "cpu"
     if choice == "cuda" and not torch.cuda.is_available():

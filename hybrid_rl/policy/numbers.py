@@ -1,5 +1,4 @@
-"""Non-finite numbers: found where they appear and named by sample. If all is well that costs one look at
-the device."""
+"""Find non-finite numbers where they appear, and name them by sample; a healthy batch costs one synchronization."""
 
 from __future__ import annotations
 
@@ -20,15 +19,14 @@ GRADIENT = "gradient"
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """The first non-finite number. `position` is that of the token in its rollout's `token_ids`, the prompt
-    included."""
+    """The first non-finite number; `position` is its token's in the rollout's `token_ids`, prompt included."""
 
     what: str  # "advantage", "log-probability", "gradient of model.norm.weight", …
     value: float = math.nan
-    task_id: str | None = None  # None: it is of no one sample
+    task_id: str | None = None  # None: it belongs to no single sample
     group_id: int | None = None
     index: int | None = None
-    position: int | None = None  # None: it is of the whole rollout
+    position: int | None = None  # None: it belongs to the whole rollout
 
     def __str__(self) -> str:
         if self.task_id is None:
@@ -38,29 +36,28 @@ class Fault:
 
 
 def finite(columns: Iterable[Tensor]) -> bool:
-    """Tell whether every number of every column is finite; the device is asked once."""
+    """Return whether every number of every column is finite, with one synchronization of the device."""
     return bool(torch.stack([column.isfinite().all() for column in columns]).all())
 
 
 def find(columns: Mapping[str, Tensor], rollouts: Sequence[Rollout]) -> Fault | None:
-    """Return the first non-finite number, column by column. A column has an entry for each rollout [R] or each sampled
-    token [N]."""
+    """Return the first non-finite number, column by column; columns are [R] (rollouts) or [N] (sampled tokens)."""
     tokens = sum(r.sampled for r in rollouts)
     for what, column in columns.items():
-        bad = (~column.isfinite()).nonzero()[:1].flatten().tolist()
-        if not bad:
+        first = (~column.isfinite()).nonzero()[:1].flatten().tolist()
+        if not first:
             continue
-        value = float(column[bad[0]])
+        value = float(column[first[0]])
         if len(column) == len(rollouts) != tokens:
-            return _at(what, value, rollouts[bad[0]])
-        return _at_token(what, value, rollouts, bad[0])
+            return _at(what, value, rollouts[first[0]])
+        return _at_token(what, value, rollouts, first[0])
     return None
 
 
 def alone(fault: Fault, compute: Callable[[list[Rollout]], Tensor], rollouts: Sequence[Rollout]) -> Fault:
-    """Return the fault of the first sample that shows it when `compute` sees no other; the given one if none does.
+    """Return the fault of the first sample that shows it when computed alone; the given fault if none does.
 
-    In a row a NaN reaches neighbours too, through attention's products with 0. Collective if `compute` is.
+    Within a row a NaN also reaches other samples, through attention's products with 0. Collective if `compute` is.
     """
     for rollout in rollouts:
         if own := find({fault.what: compute([rollout])}, [rollout]):
@@ -81,22 +78,18 @@ def _at(what: str, value: float, r: Rollout, position: int | None = None) -> Fau
 
 
 def agreed(ranks: Ranks, fault: Fault) -> Fault:
-    """Return the fault that all ranks name: that of the first rank whose rows show which parameter's gradient it is.
-    Collective."""
+    """Return one fault for all ranks: that of the first rank whose rows name the parameter. Collective."""
     faults = ranks.all_gather(fault)
     return next((f for f in faults if f.what != GRADIENT), faults[0])
 
 
 @torch.no_grad()
 def broken_weight(policy: Policy) -> str | None:
-    """Return the name of a non-finite weight, or None. Collective: every rank looks at its own rows, and all return
-    the same."""
+    """Return the name of a non-finite weight, or None; the same on every rank. Collective."""
     rows = [local(p) for p in policy.parameters.values()]
-    sums = torch.stack(
-        [r.sum(dtype=torch.float32) for r in rows]
-    )  # the cheapest that a NaN or infinity leaves a trace in
-    bad = (~sums.isfinite().all()).float()
-    if not float(policy.ranks.sum(bad)):
+    sums = torch.stack([r.sum(dtype=torch.float32) for r in rows])  # cheap, and non-finite if any weight is
+    broken = (~sums.isfinite().all()).float()
+    if not float(policy.ranks.sum(broken)):
         return None
     own = next((name for name, r in zip(policy.parameters, rows, strict=True) if not bool(r.isfinite().all())), None)
     return next((name for name in policy.ranks.all_gather(own) if name), None)  # None: only a sum overflowed

@@ -1,7 +1,8 @@
-"""Memory that a rank gives back while the engine samples: tensors that wait on the host, and torch's cached blocks."""
+"""Free GPU memory while the engine samples: move tensors to the host, and return torch's cached blocks."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -11,28 +12,29 @@ PIECE = 2**30  # bytes of pinned memory in one allocation: torch rounds each up 
 
 
 def release_cached(device: torch.device) -> None:
-    """Give the GPU what torch has freed but keeps: an engine in another process could not have it otherwise."""
+    """Return torch's cached blocks to the GPU: an engine in another process could not use them otherwise."""
     if device.type == "cuda":
         torch.cuda.ipc_collect()
         torch.cuda.empty_cache()
 
 
-class Offloaded:
-    """Has tensors that can wait in host memory, their own memory given back; every view of them stays valid.
+class Offloaded(ABC):
+    """Base of what can move its tensors to host memory and free their own; every view of them stays valid.
 
-    A subclass says which tensors (asked at each `park`) and whether they wait at all. Both calls may be repeated.
+    A subclass says which tensors move (asked at each `park`) and whether any move at all. `park` and `unpark` may be
+    repeated.
     """
 
     _homes: Sequence[tuple[torch.UntypedStorage, list[Tensor]]] = ()
     _host: Sequence[Tensor] = ()  # pinned memory, kept from one turn to the next: to allocate it takes seconds
 
+    @abstractmethod
     def waits(self) -> bool:
         """Return whether `park` moves anything."""
-        raise NotImplementedError
 
+    @abstractmethod
     def waiting(self) -> Iterable[Tensor]:
-        """Return the tensors to move, plain ones."""
-        raise NotImplementedError
+        """Return the tensors to move, plain ones (no DTensors)."""
 
     def park(self) -> None:
         """Move the contents to host memory, unless they wait there already."""
@@ -54,7 +56,7 @@ class Offloaded:
             storage.resize_(0)
 
     def unpark(self) -> None:
-        """Bring the contents back, if they wait. On a GPU what is computed next waits for the copies, and the host does not."""
+        """Move the contents back to their device, if they wait. On a GPU the next computation waits for it, the host does not."""
         for storage, places in self._homes:
             storage.resize_(sum(map(len, places)))
             for part, place in zip(_bytes(storage).split([*map(len, places)]), places, strict=True):

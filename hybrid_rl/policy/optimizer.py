@@ -1,5 +1,4 @@
-"""AdamW with clipping and a learning-rate course; a step with a non-finite number is skipped, counted, and
-bounded."""
+"""AdamW with clipping and a learning-rate schedule; steps with a non-finite number are skipped and counted."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ FIRST_SCALE, SCALE_UP_AFTER = 2.0**16, 400
 
 
 class TrainingDiverged(RuntimeError):
-    """Numbers stayed non-finite for too many steps in a row, or the weights themselves are."""
+    """Raised if too many steps in a row had non-finite numbers, or the weights themselves are non-finite."""
 
 
 @dataclass(slots=True)
@@ -33,19 +32,19 @@ class StepResult:
     grad_norm: float  # before clipping
     lr: float
     skipped: bool
-    fault: Fault | None  # why it was skipped; None too for an overflow in float16, whose remedy is a smaller scale
+    fault: Fault | None  # why it was skipped; None for an overflow in float16, which a smaller scale mends
 
 
 class Optimizer(Offloaded):
     """AdamW of `policy.trainable`: plain or sharded float32 parameters by name, with float32 moments like them.
 
-    `total_steps` is the length of the schedule and `steps` the place in it: each step advances it, and whoever has
-    steps without an update sets it. `bad` counts skipped steps in a row. In float16 small gradients would become 0:
-    the loss is multiplied by `scale` before backward, which halves at every overflow and doubles after SCALE_UP_AFTER
-    good steps.
+    `total_steps` is the length of the schedule and `steps` the place in it: each step advances it, and a caller with
+    steps without an update sets it. `bad` counts skipped steps in a row. In float16, where small gradients would become
+    0, the loss is multiplied by `scale` before backward; `scale` halves at every overflow and doubles after
+    SCALE_UP_AFTER good steps.
 
-    The moments are there from the beginning, as zeros: on a GPU they then lie together, and not between the activations
-    of the first step; and a run that has too little memory for them ends before it samples.
+    The moments exist from the beginning, as zeros: on a GPU they then lie together, not between the activations of the
+    first step, and a run that has too little memory for them ends before it samples.
     """
 
     def __init__(
@@ -64,9 +63,7 @@ class Optimizer(Offloaded):
         self.config, self.total_steps, self.max_bad_steps = config, total_steps, max_bad_steps
         first, second = config.betas
         matrices = [p for p in self.parameters if p.dim() > 1]
-        vectors = [
-            p for p in self.parameters if p.dim() <= 1
-        ]  # norms and biases: pulling them to 0 regularizes nothing
+        vectors = [p for p in self.parameters if p.dim() <= 1]  # norms and biases, which are not decayed
         groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         self.adamw = torch.optim.AdamW(
             [group for group in groups if group["params"]],
@@ -81,8 +78,7 @@ class Optimizer(Offloaded):
         self._begin(self._zeros())
 
     def learning_rate(self) -> float:
-        """Return the rate of the step about to be taken: linear warm-up, then constant, or down to final_lr · lr at the
-        last step."""
+        """Return the next step's rate: linear warm-up, then constant, or falling to final_lr · lr at the last step."""
         config, step = self.config, self.steps
         if step < config.warmup_steps:
             return config.lr * (step + 1) / config.warmup_steps
@@ -95,7 +91,7 @@ class Optimizer(Offloaded):
         return config.lr
 
     def step(self) -> StepResult:
-        """Clip, step, clear the gradients; skips a non-finite gradient."""
+        """Clip the gradients, take a step, and clear them; skip the step if they are not finite."""
         lr = self.learning_rate()
         norm = self._clip()
         if finite := math.isfinite(norm):
@@ -103,7 +99,9 @@ class Optimizer(Offloaded):
                 group["lr"] = lr
             self.adamw.step()
             self.stepped = True
-        overflow = self.scaled and not finite and self.scale > 1  # its remedy is a smaller scale, so it is no bad step
+        overflow = (
+            self.scaled and not finite and self.scale > 1
+        )  # a smaller scale mends it, so it does not count as bad
         fault = None if finite or overflow else Fault(self._culprit(), norm)
         self.adamw.zero_grad()
         self.steps += 1
@@ -113,7 +111,7 @@ class Optimizer(Offloaded):
         return StepResult(norm, lr, not finite, fault)
 
     def skip(self, fault: Fault) -> StepResult:
-        """Count a step that is not taken for a non-finite number in its batch; clears the gradients."""
+        """Count a step that is skipped because of `fault` in its batch, and clear the gradients."""
         lr = self.learning_rate()
         self.adamw.zero_grad()
         self.steps += 1
@@ -129,8 +127,7 @@ class Optimizer(Offloaded):
             )
 
     def _clip(self) -> float:
-        """Return the norm over all ranks' gradients before clipping; the same number on every rank. Clips only to a
-        finite norm."""
+        """Clip the gradients if their norm is finite. Return the norm over all ranks, before clipping."""
         if self.scale != 1.0:
             for parameter in self.parameters:
                 if parameter.grad is not None:
@@ -158,8 +155,7 @@ class Optimizer(Offloaded):
     # ---- checkpoints and host memory ---------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the moments, "<parameter>.exp_avg" and so on, sharded like their parameter; empty before the first
-        step."""
+        """Return the moments, "<parameter>.exp_avg" and so on, sharded like their parameter; {} before a step."""
         return self._tensors() if self.stepped else {}
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -167,38 +163,28 @@ class Optimizer(Offloaded):
         return {f"{name}.{key}": value for name, state in states for key, value in state.items()}
 
     def blank(self) -> dict[str, Tensor]:
-        """Return zeros of the kinds that `tensors` has after a step, to be filled from a checkpoint and restored.
+        """Return zeros with the names and shapes of `tensors` after a step, to be filled from a checkpoint.
 
         Before the first step they are the moments themselves, so that no second set takes memory.
         """
         return self._zeros() if self.stepped else self._tensors()
 
     def _zeros(self) -> dict[str, Tensor]:
-        moments = {
-            f"{n}.{key}": torch.zeros_like(p)
-            for n, p in zip(self.names, self.parameters, strict=True)
-            for key in MOMENTS
-        }
-        return moments | {
-            f"{name}.step": torch.zeros((), device=p.device)
-            for name, p in zip(self.names, self.parameters, strict=True)
-        }
+        named = dict(zip(self.names, self.parameters, strict=True))
+        moments = {f"{name}.{key}": torch.zeros_like(p) for name, p in named.items() for key in MOMENTS}
+        return moments | {f"{name}.step": torch.zeros((), device=p.device) for name, p in named.items()}
 
     def state(self) -> dict[str, float]:
         """Return the counters that belong to the moments."""
         return {"steps": self.steps, "bad": self.bad, "scale": self.scale, "good": self.good}
 
     def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, float]) -> None:
-        """Go on with the moments of `tensors`, which may be those of no step, and the counters of `state`."""
+        """Continue with the moments `tensors`, empty if there was no step, and the counters of `state`."""
         self.stepped = bool(tensors)
         if tensors:
             self._begin(tensors)
-        self.steps, self.bad, self.scale, self.good = (
-            int(state["steps"]),
-            int(state["bad"]),
-            state["scale"],
-            int(state["good"]),
-        )
+        self.steps, self.bad, self.good = (int(state[name]) for name in ("steps", "bad", "good"))
+        self.scale = state["scale"]
 
     def _begin(self, tensors: Mapping[str, Tensor]) -> None:
         for name, parameter in zip(self.names, self.parameters, strict=True):

@@ -1,4 +1,4 @@
-"""How long a sample may be, as far as a model's config.json and modules say: its positions, and chunks of attention."""
+"""Find how long a sample may be, by a model's config.json and modules: its positions and chunks of attention."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-OFFSETS = 8  # rows that a table of positions may have beside one a position (OPT: 2)
+OFFSETS = 8  # extra rows that a table of positions may have (OPT: 2)
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """What a model does with samples of more than `tokens` tokens: `reason` says it, as "has no position beyond …".
+    """A limit on the tokens of a sample; `reason` says what the model does beyond it, as "has no position beyond …".
 
-    If `hard`, they cannot be computed or not in rows; otherwise the model was only not trained for them.
+    If `hard`, longer samples cannot be computed in rows; otherwise the model was only not trained for them.
     """
 
     tokens: int
@@ -23,7 +23,7 @@ class Limit:
 
 
 def limits(model: PreTrainedModel) -> list[Limit]:
-    """Return every limit of the model; its parameters may be without memory."""
+    """Return every limit of the model, whose parameters may be without memory."""
     text = model.config.get_text_config()
     most, found = getattr(text, "max_position_embeddings", None), []
     ropes = _ropes(text)

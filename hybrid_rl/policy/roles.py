@@ -1,5 +1,4 @@
-"""Models beside the policy: the reference that its distance is measured from, the teacher it learns from, the critic
-that learns with it."""
+"""Models beside the policy: the reference of its KL, the teacher to learn from, and the critic."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ P = TypeVar("P", bound=Policy)
 
 @dataclass(slots=True)
 class Frozen:
-    """A model that is scored with and never trained: the policy's own base, if its adapters are to be off, or one of
-    its own."""
+    """A model that scores and is never trained: a separate one, or the policy without its adapters (`is_policy`)."""
 
     model: Policy
     is_policy: bool = False
@@ -50,10 +48,10 @@ class Frozen:
 
 @dataclass(slots=True)
 class Roles:
-    """Every model that has a say about a batch. All calls are collective."""
+    """Every model that computes numbers of a batch. All calls are collective."""
 
     policy: Policy
-    temperature: float  # that was sampled at
+    temperature: float  # of the sampling
     reference: Frozen | None = None
     teacher: Frozen | None = None
     critic: Critic | None = None
@@ -68,15 +66,15 @@ class Roles:
             return score(model, rollouts, self.temperature)
 
     def columns(self, parts: Sequence[Sequence[Rollout]], recompute: bool) -> dict[str, Tensor]:
-        """Return every column that a model is there for, the policy's own if `recompute`.
+        """Return the column of every model that exists, the policy's own if `recompute`.
 
-        Each part is scored in the very rows of its update: equal weights then give equal numbers, to the bit.
+        Each part is scored in the same rows as its update, so that equal weights give equal numbers to the bit.
         """
         there = {RECOMPUTED: recompute, REFERENCE: self.reference, TEACHER: self.teacher, VALUE: self.critic}
         return {what: torch.cat([self.column(what, part) for part in parts]) for what, model in there.items() if model}
 
     def locate(self, columns: Mapping[str, Tensor], rollouts: Sequence[Rollout]) -> Fault:
-        """Return the first non-finite number of the columns, of the sample that brought it."""
+        """Return the first non-finite number of the columns, and the sample that caused it."""
         fault = find(columns, rollouts)
         assert fault is not None
         if fault.what not in (RECOMPUTED, REFERENCE, TEACHER, VALUE):
@@ -91,10 +89,10 @@ def make_reference(
     restore: Callable[[Policy], object] | None,
     save: Callable[[Policy], object],
 ) -> Frozen | None:
-    """Make the reference that algo.reference names; None for none. Collective.
+    """Return the reference that algo.reference names, None for `none`. Collective.
 
-    A frozen copy is loaded from `folder` and then is the policy as it is before the first RL step; `save` keeps it, and
-    a resumed run gives `restore`, which brings its weights back.
+    A frozen copy of the policy before the first RL step is a model loaded from `folder`, with the policy's weights,
+    which `save` keeps; a resumed run gives `restore`, which reads them again.
     """
     if kind == Kind.none:
         return None
@@ -112,8 +110,7 @@ def make_reference(
 
 
 def make_teacher(policy: Policy, folder: str) -> Frozen:
-    """Load the model in algo.teacher's folder. Raises ModelError if it does not mean the same tokens by the same ids as
-    the policy."""
+    """Load the model in algo.teacher's folder. Raises ModelError if its vocabulary is not the policy's."""
     settings = replace(policy.settings, activation_checkpointing=False, lora=LoraConfig())
     return _frozen(_load(SideModel, "algo.teacher", folder, policy, settings))
 
@@ -125,10 +122,10 @@ def make_critic(
     updates: int,
     restore: Callable[[ValueModel, Optimizer], object] | None,
 ) -> Critic:
-    """Make the critic that algo.critic describes, with an optimizer for `updates` steps. Collective.
+    """Return the critic that algo.critic describes, with an optimizer for `updates` steps. Collective.
 
-    It begins as the model of config.path, or as the policy is, loaded from `folder`; a resumed run gives `restore`,
-    which brings back weights and moments. Raises ModelError as make_teacher does.
+    It begins as the model of config.path, or as the policy, whose folder is `folder`; a resumed run gives `restore`,
+    which reads weights and moments. Raises ModelError as make_teacher does.
     """
     settings = replace(policy.settings, lora=LoraConfig())
     if config.path:
@@ -147,8 +144,7 @@ def make_critic(
 
 
 def _load(kind: type[P], setting: str, folder: str, policy: Policy, settings: PolicyConfig) -> P:
-    """Load the model of another folder. Raises ModelError if it does not mean the same tokens by the same ids as the
-    policy."""
+    """Load the model of another folder. Raises ModelError if its vocabulary is not the policy's."""
     try:
         model = kind.load(folder, policy.device, settings, policy.ranks)
     except ModelError as error:

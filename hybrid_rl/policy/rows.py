@@ -1,7 +1,6 @@
-"""The one walk over a batch's rows: with gradients (`accumulate`) and without (`measure`).
+"""Run the model over all rows of a batch, with gradients (`accumulate`) and without (`measure`).
 
-A loss or a measure is a function of one row. Whatever the rows are, the outside sees per-token columns [N] in rollout
-order.
+A loss or a measure is a function of one row. Whatever the rows are, callers see per-token columns [N] in rollout order.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from hybrid_rl.types import PackedBatch, Rollout
 
 @dataclass(slots=True)
 class RowLoss:
-    """What a loss makes of a row with M sampled tokens, [M] each; backward starts from `losses` alone.
+    """The result of a loss for a row with M sampled tokens, [M] each; backward starts from `losses` alone.
 
-    `columns` are kept for every token, of `averaged` only the means over all tokens.
+    `columns` are kept for every token; of `averaged`, only the means over all tokens are kept.
     """
 
     losses: Tensor
@@ -32,7 +31,7 @@ class RowLoss:
 
 @dataclass(slots=True)
 class Accumulated:
-    """What forward and backward over all rows gave, the same on every rank.
+    """The result of forward and backward over all rows, the same on every rank.
 
     `losses` and `columns` [N] float32, in rollout order; `means` over the N tokens, "loss" among them.
     """
@@ -44,7 +43,7 @@ class Accumulated:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What an optimizer step did: its numbers by name, and why it was skipped, if for a non-finite number.
+    """The result of an optimizer step: its numbers by name, and the non-finite number for which it was skipped, if any.
 
     `log_ratios` [N] float32: log π_θ − log π_old of each sampled token before the step; None for a loss without a
     ratio.
@@ -58,9 +57,9 @@ class Update:
 def accumulate(
     model: Policy, rollouts: Sequence[Rollout], loss: Callable[[PackedBatch], RowLoss], scale: float
 ) -> Accumulated:
-    """Run forward and backward over all rows: the gradient of `scale` · Σ losses is added to the parameters'.
+    """Run forward and backward over all rows, adding the gradient of `scale` · Σ losses to the parameters'.
 
-    Collective: every rank is given the whole batch and computes its own rows.
+    Collective: every rank gets the whole batch and computes its own rows.
     """
     count = sum(rollout.sampled for rollout in rollouts)
     columns: dict[str, Tensor] = {}
@@ -84,7 +83,7 @@ def measure(
 ) -> Tensor:
     """Return `columns` numbers of each of the batch's N sampled tokens, [columns, N] float32, the same on every rank.
 
-    `measured` gives them for a row's M tokens, [M] each. Collective.
+    `measured` returns them for a row's M tokens, [M] each. Collective.
     """
     found = torch.zeros(columns, sum(rollout.sampled for rollout in rollouts), device=model.device)
     for row in model.rows(rollouts):
@@ -96,7 +95,7 @@ def measure(
 def as_on_main(model: Policy, *columns: Tensor | None) -> Sequence[Any]:
     """Return rank 0's columns on every rank. Collective.
 
-    A GPU's sums have no fixed order, and ranks that keep different rollouts would wait for each other for ever.
+    A GPU's sums have no fixed order, and ranks that kept different rollouts would wait for each other forever.
     """
     if model.ranks.world == 1:
         return columns

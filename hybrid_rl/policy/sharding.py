@@ -1,6 +1,6 @@
-"""FSDP2: how parameters are spread over ranks, filled, and gathered again.
+"""Shard parameters over ranks with FSDP2, fill them, and gather them again.
 
-Each decoder layer is a unit of its own, embeddings and head the last one. Parameters are float32 shards along their
+Each decoder layer is a unit; embeddings and head are the last one. Parameters are float32 shards along their
 first dimension; a unit's whole parameters exist, in the compute dtype, only while it computes, or while the engine
 samples.
 """
@@ -8,6 +8,7 @@ samples.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,9 +22,8 @@ from hybrid_rl.processes.ranks import BACKENDS, Ranks, patient
 
 
 def make_mesh(ranks: Ranks, size: int, device: torch.device) -> DeviceMesh:
-    """Make groups of `size` neighbouring ranks that share one copy of the parameters; several groups are replicas
-    (hybrid sharding)."""
-    if not dist.is_initialized():  # one rank in half precision: FSDP casts for it, and wants a group even of one
+    """Return groups of `size` neighbouring ranks that shard one copy of the parameters; several groups are replicas."""
+    if not dist.is_initialized():  # one rank in half precision: FSDP does its casts, and needs a group even of one
         dist.init_process_group(BACKENDS[device.type], store=dist.HashStore(), rank=0, world_size=1)
     if size == ranks.world:
         return init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
@@ -34,12 +34,13 @@ def make_mesh(ranks: Ranks, size: int, device: torch.device) -> DeviceMesh:
 
 
 def shard(root: nn.Module, layer_classes: set[str], mesh: DeviceMesh, dtype: torch.dtype) -> list[FSDPModule]:
-    """Wrap each layer, then `root`; returns the units. Gradients are summed over ranks, in float32: the loss is divided
-    by the whole batch's tokens before backward, so no rank's share counts more than its tokens."""
+    """Wrap each layer, then `root`, and return the units.
+
+    Gradients are summed over ranks in float32, not averaged: the loss is divided by the whole batch's tokens before
+    backward.
+    """
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    replicas = (
-        mesh.ndim == 2 and mesh.size(-1) == 1
-    )  # chosen for speed: a unit then stays whole from forward to backward
+    replicas = mesh.ndim == 2 and mesh.size(-1) == 1  # for speed, their units stay whole from forward to backward
     for module in [*(m for m in root.modules() if type(m).__name__ in layer_classes), root]:
         fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=False if replicas else None)
     units: list[FSDPModule] = [module for module in root.modules() if isinstance(module, FSDPModule)]
@@ -51,12 +52,12 @@ def shard(root: nn.Module, layer_classes: set[str], mesh: DeviceMesh, dtype: tor
 
 @torch.no_grad()
 def scatter(model: nn.Module, whole: nn.Module | None, device: torch.device) -> None:
-    """Fill a sharded `model` from rank 0's `whole`, one tensor at a time: no other rank ever holds more than one of
-    them whole."""
+    """Fill a sharded `model` from rank 0's `whole`, one tensor at a time, so that no other rank holds two whole."""
     source = dict(whole.named_parameters()) if whole else {}
     for name, parameter in model.named_parameters():
         full = source[name].to(device) if whole else torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-        parameter.copy_(distribute_tensor(full, parameter.device_mesh, parameter.placements))  # type: ignore[attr-defined]
+        sharded: Any = parameter
+        parameter.copy_(distribute_tensor(full, sharded.device_mesh, sharded.placements))
     buffers = dict(whole.named_buffers()) if whole else {}
     for name, buffer in model.named_buffers():
         if whole:
@@ -71,7 +72,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 class Gathering:
-    """Whole tensors from shards, one after another, in one buffer of at least `size` bytes that every round uses again.
+    """Gather whole tensors from shards, one after another, in one reused buffer of at least `size` bytes.
 
     A tensor is gathered straight into its place: peak memory is the shards and this buffer.
     """
@@ -81,10 +82,9 @@ class Gathering:
         self._buffer = torch.empty(0, dtype=dtype, device=device)
 
     def buckets(self, parts: Iterator[tuple[str, Tensor, Tensor]]) -> Iterator[dict[str, Tensor]]:
-        """Gather `parts` of (name, parameter, this rank's rows of the value to gather). Collective: every rank walks
-        all buckets.
+        """Gather `parts` of (name, parameter, this rank's rows of the value to gather), bucket by bucket.
 
-        A bucket's tensors are valid until the next one is asked for.
+        A bucket's tensors are valid until the next bucket. Collective: every rank must take all buckets.
         """
         waiting: list[tuple[str, Tensor, Tensor]] = []
         held = 0
@@ -101,9 +101,7 @@ class Gathering:
     @torch.no_grad()
     def _gather(self, parts: list[tuple[str, Tensor, Tensor]], size: int) -> dict[str, Tensor]:
         if all(not isinstance(parameter, DTensor) for _, parameter, _ in parts):
-            return {
-                name: rows.detach() for name, _, rows in parts
-            }  # nothing to gather; who copies them casts on the way
+            return {name: rows.detach() for name, _, rows in parts}  # plain tensors; copying casts them
         if self._buffer.nbytes < size:
             self._buffer = torch.empty(size // self.dtype.itemsize, dtype=self.dtype, device=self.device)
         bucket, under_way, start = {}, [], 0
@@ -119,8 +117,7 @@ class Gathering:
 
 
 def _gather_rows(out: Tensor, rows: Tensor, parameter: Tensor) -> dist.Work | None:
-    """Begin to bring all ranks' `rows` of a tensor sharded like `parameter` into `out`, its first dimension padded to
-    equal shares; cast before."""
+    """Start gathering all ranks' `rows`, sharded like `parameter`, into `out`, whose first dimension is padded."""
     mesh = parameter.device_mesh  # type: ignore[attr-defined]
     share = len(out) // mesh.size(-1)
     own = out[mesh.get_local_rank(-1) * share :][:share]
@@ -135,6 +132,4 @@ def _padded(parameter: Tensor) -> int:
     if not isinstance(parameter, DTensor):
         return parameter.numel()
     shares = parameter.device_mesh.size(-1)
-    return (
-        -(-parameter.shape[0] // shares) * shares * parameter.shape[1:].numel()
-    )  # not parameter[0], for which DTensor gathers it all
+    return -(-parameter.shape[0] // shares) * shares * parameter.shape[1:].numel()

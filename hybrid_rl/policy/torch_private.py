@@ -1,4 +1,4 @@
-"""What hybrid_rl leans on in torch beside its documented interface: here alone, so that a new version breaks one file.
+"""What hybrid_rl uses of torch beyond its documented interface; only here, so that a new version breaks one file.
 
 tests/policy/test_private.py names the version that broke it.
 """
@@ -10,18 +10,16 @@ from collections.abc import Iterator
 import torch.distributed as dist
 from torch import Tensor, nn
 
-# gather equal parts of all ranks into one tensor: its name since torch 2.13, and before
+# gathers equal parts of all ranks into one tensor; the first name is that since torch 2.13
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Loan:
-    """The parameters of `theirs`, an empty module, replaced by those of `ours`, a module of the same build: the same
-    memory."""
+    """Let `theirs`, an empty module, use the parameters of `ours`, a module of the same structure, in one memory."""
 
     def __init__(self, theirs: nn.Module, ours: nn.Module):
-        self._lent: list[
-            tuple[nn.Module, str, nn.Parameter]
-        ] = []  # module, attribute, the empty parameter that belongs there
+        # module, attribute, and the empty parameter that belongs there
+        self._lent: list[tuple[nn.Module, str, nn.Parameter]] = []
         for borrower, owner in zip(theirs.modules(), ours.modules(), strict=True):
             for name, empty in list(borrower._parameters.items()):
                 if empty is not None:
@@ -29,7 +27,7 @@ class Loan:
                     borrower._parameters[name] = owner._parameters[name]
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield what is lent."""
+        """Yield the lent parameters."""
         for module, name, _ in self._lent:
             if (parameter := module._parameters[name]) is not None:
                 yield parameter
@@ -42,7 +40,6 @@ class Loan:
 
 
 def share_buffers(theirs: nn.Module, ours: nn.Module) -> None:
-    """Let `theirs`, a module of the same build, use the buffers of `ours`: positions' frequencies and the like, in one
-    copy."""
+    """Let `theirs`, a module of the same structure, use the buffers of `ours`, such as positions' frequencies."""
     for borrower, owner in zip(theirs.modules(), ours.modules(), strict=True):
         borrower._buffers.update(owner._buffers)

@@ -27,8 +27,7 @@ LOGPROB, LOG_RATIO = "log-probability", "log_ratio"
 
 @dataclass(slots=True)
 class Objective:
-    """The loss of a token and what is added to it: kl_coef · kl(π, reference) if there is a reference, −entropy_coef ·
-    entropy."""
+    """A token's loss + kl_coef · kl(π, reference), if there is a reference, − entropy_coef · entropy."""
 
     loss: Loss
     kl: Distance = k3
@@ -38,7 +37,7 @@ class Objective:
 
     @classmethod
     def of(cls, algo: AlgoConfig, kl_coef: float) -> Objective:
-        """Return what `algo` names, with this coefficient if the KL belongs to the loss."""
+        """Return the objective that `algo` names, with this coefficient if the KL belongs to the loss."""
         coef = kl_coef if algo.kl.place == KlPlace.loss else 0.0
         loss = instantiate(algo.loss, _partial_=True)
         return cls(loss, ESTIMATORS[algo.kl.estimator.value], unbiased_kl(algo), coef, algo.entropy_coef)
@@ -56,7 +55,7 @@ def update(
 
     `given` weights every token's loss for the whole batch, so the gradient does not depend on how rollouts are split
     into rows, or over ranks. The step is skipped for a non-finite log-probability, loss or gradient. Collective: every
-    rank is given the whole batch, and all return the same numbers.
+    rank gets the whole batch, and all return the same numbers.
     """
     done = forward_backward(policy, optimizer.scale, rollouts, given, objective, temperature)
     log_ratios = done.columns[LOG_RATIO]
@@ -113,14 +112,12 @@ def _fault(done: Accumulated, rollouts: Sequence[Rollout]) -> Fault | None:
 
 
 def score(policy: Policy, rollouts: Sequence[Rollout], temperature: float) -> Tensor:
-    """Return log π of all N sampled tokens of the batch, [N] float32, in rollout order; the same on every rank.
-    Collective."""
+    """Return log π of all N sampled tokens, [N] float32, in rollout order, the same on every rank. Collective."""
     return observe(policy, rollouts, temperature)[0]
 
 
 def observe(policy: Policy, rollouts: Sequence[Rollout], temperature: float) -> tuple[Tensor, Tensor]:
-    """Return log π of all N sampled tokens, and the distributions' entropies in nats, [N] float32 both, as `score`
-    does."""
+    """Return log π of all N sampled tokens as `score` does, and the entropies in nats, [N] float32 each. Collective."""
     logprobs, entropy = measure(policy, rollouts, lambda row: policy.logprobs(row, temperature), 2)
     return logprobs, entropy
 
@@ -140,8 +137,7 @@ def imitate(policy: Policy, optimizer: Optimizer, demonstrations: Sequence[Rollo
 
 
 def demonstrate(policy: Policy, scale: float, demonstrations: Sequence[Rollout], label_smoothing: float) -> Tensor:
-    """Add the gradient of `scale` times the mean loss; return the loss of every answer token, [N] float32.
-    Collective."""
+    """Add the gradient of `scale` times the mean loss. Return the loss of each answer token, [N]. Collective."""
     count = sum(rollout.sampled for rollout in demonstrations)
     loss = lambda row: RowLoss(policy.cross_entropy(row, label_smoothing))  # noqa: E731
     return accumulate(policy, demonstrations, loss, scale / count).losses
@@ -152,8 +148,7 @@ def _step_numbers(result: StepResult) -> dict[str, float]:
 
 
 def mean_numbers(results: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Average over the updates that have the number; the mismatch is the first update's, and skipped steps are
-    counted."""
+    """Average each number over the updates that have it; the mismatch is the first update's, skipped steps a count."""
     names = dict.fromkeys(name for result in results for name in result)
     means = {name: statistics.fmean(r[name] for r in results if name in r) for name in names}
     if "mismatch_kl" in means:

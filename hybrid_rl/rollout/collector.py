@@ -1,4 +1,4 @@
-"""Collects the rollouts of one step: groups in task order, the ones without a signal replaced."""
+"""Collect the rollouts of one step: groups in task order, with those that carry no signal replaced."""
 
 from __future__ import annotations
 
@@ -6,34 +6,30 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from transformers import PreTrainedTokenizerBase
-
+from hybrid_rl.algo.declared import needs
 from hybrid_rl.algo.overlong import penalty
-from hybrid_rl.config import AlgoConfig, RolloutConfig
+from hybrid_rl.config import Config
 from hybrid_rl.data.sampler import Sampler
-from hybrid_rl.engine.base import Engine, EngineDied, Sampling
-from hybrid_rl.processes.ranks import Ranks
-from hybrid_rl.rollout.generate import fault_metrics, first_faults, make_group, reward_faults, sample_groups
-from hybrid_rl.rollout.rewards import RewardError, Scorer
+from hybrid_rl.engine.base import Sampling
+from hybrid_rl.rollout.generate import Generator, fault_metrics, first_faults, reward_faults
+from hybrid_rl.rollout.rewards import RewardError
 from hybrid_rl.types import Group, Rollout, Task
 
 
 @dataclass(slots=True)
 class Batch:
-    """What a step trains on, and what it cost to get there. `groups` are in the order their tasks were drawn."""
+    """What a step trains on, and the counts of its collection; `groups` are in the order their tasks were drawn."""
 
     groups: list[Group] = field(default_factory=list)
     dropped: list[Group] = field(default_factory=list)  # silent, or with a reward that failed
-    missing_groups: int = 0  # what is left to the full number after the last round of replacements
+    missing_groups: int = 0  # how many are still missing after the last round of replacements
     silent_groups: int = 0
     reward_errors: int = 0
-    reward_faults: Counter[tuple[str, str]] = field(default_factory=Counter)  # the same by (source of the task, kind)
-    examples: dict[str, str] = field(default_factory=dict)  # of each kind the first: task and error
+    reward_faults: Counter[tuple[str, str]] = field(default_factory=Counter)  # the same by (task's source, kind)
+    examples: dict[str, str] = field(default_factory=dict)  # the first fault of each kind: its task and the error
     replacement_rounds: int = 0
-    trained: set[tuple[int, int]] = field(default_factory=set)  # (group id, index) of the rollouts that an update used
-    greedy: dict[int, float] = field(
-        default_factory=dict
-    )  # by group id, what the most likely completion was paid; where it was asked for
+    trained: set[tuple[int, int]] = field(default_factory=set)  # (group id, index) of the rollouts an update used
+    greedy: dict[int, float] = field(default_factory=dict)  # group id → reward of the most likely completion, if asked
 
     @property
     def rollouts(self) -> list[Rollout]:
@@ -45,35 +41,28 @@ class Batch:
 
 
 class Collector:
-    """Draws tasks, samples a group for each and drops groups without a signal (algo.silent_by) or with a reward that could not be had.
+    """Draw tasks, sample a group for each, and drop groups that carry no signal or have a reward that failed.
 
-    Replacements are asked for in rounds, after all of a round's rewards are in: which tasks a step uses, and what shares
-    the engine's batch, then depends on no clock, and a run can be repeated bit for bit. Every rank draws and decides alike.
+    `algo.silent_by` says by which number a group is silent. Replacements are sampled in rounds, each after all rewards
+    of the round before: which tasks a step uses, and what shares the engine's batch, then does not depend on timing,
+    and a run can be repeated bit for bit. Every rank draws and decides alike.
     """
 
-    def __init__(
-        self, engine: Engine, tasks: Sequence[Task], tokenizer: PreTrainedTokenizerBase, scorer: Scorer, config: RolloutConfig, seed: int,
-        ranks: Ranks | None = None, algo: AlgoConfig | None = None, greedy: bool = False,
-        revive: Callable[[EngineDied], None] | None = None, data_seed: int | None = None,
-    ):  # fmt: skip
-        self.ranks, self.algo, self.greedy, self.revive = ranks or Ranks(), algo or AlgoConfig(), greedy, revive
-        self.engine, self.tasks, self.tokenizer, self.scorer, self.config, self.seed = (
-            engine,
-            tasks,
-            tokenizer,
-            scorer,
-            config,
-            seed,
-        )
-        self.sampler = Sampler(len(tasks), seed if data_seed is None else data_seed)
+    def __init__(self, generator: Generator, tasks: Sequence[Task], config: Config, data_seed: int):
+        rollout = config.rollout
+        self.generator, self.tasks, self.config, self.algo = generator, tasks, rollout, config.algo
+        self.seed = config.seed
+        self.greedy = "greedy" in needs(config.algo.advantage)  # each task also gets its most likely completion
+        self.sampler = Sampler(len(tasks), data_seed)
         self.next_group = 0
-        self.sampling = Sampling(config.temperature, config.top_k, config.top_p, config.max_tokens)
+        self.sampling = Sampling(rollout.temperature, rollout.top_k, rollout.top_p, rollout.max_tokens)
 
     def collect(self, advance: Callable[..., None] = lambda count=1, more=0: None) -> Batch:
-        """`rollout.batch_size` rollouts with a signal, or fewer after `rollout.max_replacements` rounds.
+        """Return `rollout.batch_size` rollouts with a signal, or fewer after `rollout.max_replacements` rounds.
 
-        `advance` is told of completions, and of `more` of them than the batch's as groups are replaced.
-        Raises RewardError where not one reward of the whole step could be had, or a larger share failed than rollout.max_reward_failures.
+        `advance` is called with the number of completions that have ended, and with `more` when replacements add some.
+        Raises RewardError if all rewards of a step failed, or a larger share than rollout.max_reward_failures.
+        Collective.
         """
         batch, asked, wanted = Batch(), 0, self.config.batch_size // self.config.group_size
         for round in range(1 + self.config.max_replacements):
@@ -83,10 +72,10 @@ class Collector:
             groups = [self._new_group(self.tasks[i]) for i in self.sampler.draw(wanted - len(batch.groups))]
             if round:
                 advance(0, more=len(groups) * self.config.group_size)
-            self._sample(groups, self.sampling, advance)
+            self._fill(groups, self.sampling, advance)
             scored = groups
             if self.greedy:
-                likely = self._greedy(groups)
+                likely = self._most_likely(groups)
                 batch.greedy |= {group.id: group.rewards[0] for group in likely if not group.failed}
                 scored = [*groups, *likely]
             asked += sum(len(group.rollouts) for group in scored)
@@ -103,43 +92,39 @@ class Collector:
         return batch
 
     def _check_failures(self, batch: Batch, asked: int) -> None:
-        """Of `asked` rewards."""
-        rollouts, most = (
-            [rollout for group in batch.all_groups for rollout in group.rollouts],
-            self.config.max_reward_failures,
-        )
+        """Raise RewardError if too many of the `asked` rewards failed."""
+        rollouts = [rollout for group in batch.all_groups for rollout in group.rollouts]
+        most = self.config.max_reward_failures
         if all(rollout.error for rollout in rollouts):
             raise RewardError(f"all {len(rollouts)} rewards of a step failed; the last: {rollouts[-1].error}")
         if batch.reward_errors > most * asked:
-            kinds = ", ".join(
-                f"{kind} {count}" for kind, count in fault_metrics(batch.reward_faults)["reward_faults"].items()
-            )
-            first = next(iter(batch.examples.values()))
+            counts = fault_metrics(batch.reward_faults)["reward_faults"]
+            kinds = ", ".join(f"{kind} {count}" for kind, count in counts.items())
             raise RewardError(
-                f"{batch.reward_errors} of {asked} rewards of a step failed ({kinds}), more than rollout.max_reward_failures={most:g} "
-                f"of them; the first: {first}"
+                f"{batch.reward_errors} of {asked} rewards of a step failed ({kinds}), more than "
+                f"rollout.max_reward_failures={most:g} of them; the first: {next(iter(batch.examples.values()))}"
             )
 
-    def _sample(
+    def _fill(
         self, groups: Sequence[Group], sampling: Sampling, on_completion: Callable[[int], None] = lambda count: None
     ) -> None:
-        sample_groups(
-            self.engine, groups, sampling, self.tokenizer, self.scorer, self.ranks, on_completion, self.revive
-        )
+        """Sample and score the groups, and subtract the penalty of overlong completions."""
+        self.generator.fill(groups, sampling, on_completion)
         if buffer := round(self.algo.overlong_share * sampling.max_tokens):
             for rollout in (r for group in groups for r in group.rollouts if r.reward is not None):
                 cost = penalty(rollout.sampled, sampling.max_tokens, buffer)
                 if "overlong" in rollout.reward_parts:
                     raise RewardError(
-                        "the reward has a part named overlong, as algo.overlong_share adds one; rename it, or set that to 0"
+                        "the reward has a part named overlong, which algo.overlong_share adds too; rename the part, "
+                        "or set algo.overlong_share=0"
                     )
                 rollout.shape("overlong", self.algo.overlong_penalty * cost)
 
-    def _greedy(self, groups: Sequence[Group]) -> list[Group]:
-        """Of each group's task the most likely completion, scored: groups of one with the same ids."""
+    def _most_likely(self, groups: Sequence[Group]) -> list[Group]:
+        """Return the most likely completion of each group's task, scored, as groups of one with the same ids."""
         size = self.config.max_prompt_tokens
-        likely = [make_group(g.id, g.task, 1, self.tokenizer, size, self.seed, "greedy", g.id) for g in groups]
-        self._sample(likely, replace(self.sampling, temperature=0.0))
+        likely = [self.generator.new_group(g.id, g.task, 1, size, self.seed, "greedy", g.id) for g in groups]
+        self._fill(likely, replace(self.sampling, temperature=0.0))
         return likely
 
     def _silent(self, group: Group) -> bool:
@@ -161,4 +146,4 @@ class Collector:
     def _new_group(self, task: Task) -> Group:
         id, config = self.next_group, self.config
         self.next_group += 1
-        return make_group(id, task, config.group_size, self.tokenizer, config.max_prompt_tokens, self.seed, "rl", id)
+        return self.generator.new_group(id, task, config.group_size, config.max_prompt_tokens, self.seed, "rl", id)

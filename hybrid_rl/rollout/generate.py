@@ -1,84 +1,93 @@
-"""Tasks to scored groups: what training and evaluation have in common."""
+"""Turn tasks into scored groups, for training and evaluation alike."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rl.data.render import completion_text, prompt_ids
-from hybrid_rl.engine.base import Engine, EngineDied, EngineError, Request, Sampling, request_seed
+from hybrid_rl.engine.base import Completion, Engine, EngineDied, EngineError, Request, Sampling, request_seed
 from hybrid_rl.processes.ranks import Ranks
 from hybrid_rl.rollout.rewards import Scorer
 from hybrid_rl.types import Group, Rollout, Task
 
 
-def make_group(
-    id: int, task: Task, size: int, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int, *seed_facts: object
-) -> Group:
-    """A group of empty rollouts: the prompt rendered once, a random stream for each sample."""
-    ids = prompt_ids(task, tokenizer, max_prompt_tokens)
-    return Group(id, task, [Rollout(task.id, id, i, request_seed(*seed_facts, i), list(ids)) for i in range(size)])
+@dataclass(frozen=True, slots=True)
+class Generator:
+    """Fill groups of rollouts on every rank: the engine samples completions, and the scorer rewards them."""
 
+    engine: Engine
+    tokenizer: PreTrainedTokenizerBase
+    scorer: Scorer
+    ranks: Ranks = field(default_factory=Ranks)
+    revive: Callable[[EngineDied], None] | None = None  # restarts a dead engine with the current weights; collective
 
-def sample_groups(
-    engine: Engine, groups: Sequence[Group], sampling: Sampling, tokenizer: PreTrainedTokenizerBase, scorer: Scorer, ranks: Ranks,
-    on_completion: Callable[[int], None] = lambda count: None, revive: Callable[[EngineDied], None] | None = None,
-) -> int:  # fmt: skip
-    """Fill every rollout with a completion and its reward; each is scored while others are still sampled.
+    def new_group(self, id: int, task: Task, size: int, max_prompt_tokens: int, *seed_facts: object) -> Group:
+        """Return a group of empty rollouts: the prompt is rendered once, and each rollout has a random stream."""
+        ids = prompt_ids(task, self.tokenizer, max_prompt_tokens)
+        return Group(id, task, [Rollout(task.id, id, i, request_seed(*seed_facts, i), list(ids)) for i in range(size)])
 
-    A rank samples and scores its contiguous share, then every rank gets all of them. A request's seed alone decides its tokens, so
-    who samples it makes no difference. Returns the number of rewards that failed; those rollouts carry `error` and no reward.
+    def fill(
+        self, groups: Sequence[Group], sampling: Sampling, on_completion: Callable[[int], None] = lambda count: None
+    ) -> int:
+        """Add a completion and its reward to every rollout; each is scored while others are still sampled. Collective.
 
-    Where the engine of a rank dies, all ranks call `revive` together, and what the dead one still owed is asked for again.
-    """
-    order = [(group, rollout) for group in groups for rollout in group.rollouts]
-    mine = ranks.share(len(order), engine.team.world)
-    waiting = {i: Request(i, order[i][1].token_ids[: order[i][1].prompt_length], order[i][1].seed) for i in mine}
-    while True:
-        death: EngineDied | None = None
+        A rank samples and scores its contiguous share, then every rank gets all of them. Only a request's seed decides
+        its tokens, so it does not matter which rank samples it. If the engine of a rank dies, all ranks call `revive`
+        together, and the requests that it had not finished are made again; without `revive`, EngineDied is raised.
+
+        Return the number of rewards that failed; those rollouts have `error` and no reward.
+        """
+        order = [(group, rollout) for group in groups for rollout in group.rollouts]
+        mine = self.ranks.share(len(order), self.engine.team.world)
+        waiting = {i: Request(i, order[i][1].token_ids[: order[i][1].prompt_length], order[i][1].seed) for i in mine}
+        while True:
+            death: EngineDied | None = None
+            try:
+                for completion in self.engine.generate(list(waiting.values()), sampling):
+                    self._take(completion, *order[completion.id])
+                    on_completion(self.ranks.world // self.engine.team.world)  # the others are about as far
+                    del waiting[completion.id]
+            except EngineDied as error:
+                death = error
+            deaths = [error for error in self.ranks.all_gather(death) if error]
+            if not deaths:
+                break
+            if self.revive is None:
+                raise death or deaths[0]
+            self.revive(deaths[0])
+        self.scorer.finish()
+        if self.ranks.world > 1:
+            everyone = chain.from_iterable(self.ranks.all_gather([order[i][1] for i in mine]))
+            for group in groups:
+                group.rollouts = [next(everyone) for _ in group.rollouts]
+        return sum(rollout.error is not None for group in groups for rollout in group.rollouts)
+
+    def _take(self, completion: Completion, group: Group, rollout: Rollout) -> None:
+        """Add a completion to its rollout and submit it for scoring."""
         try:
-            for completion in engine.generate(list(waiting.values()), sampling):
-                group, rollout = order[completion.id]
-                try:
-                    rollout.add_sampled(completion.token_ids, completion.logprobs, completion.versions)
-                except ValueError as error:  # its weights are broken, or it is: nothing that it samples can be trusted
-                    raise EngineError(
-                        f"the engine's completion of group {group.id}, rollout {rollout.index}: {error}"
-                    ) from error
-                rollout.finish(
-                    completion.finish_reason,
-                    completion_text(completion.token_ids, tokenizer, completion.finish_reason == "stop"),
-                )
-                scorer.submit(rollout, group.task)
-                on_completion(ranks.world // engine.team.world)  # the others are about as far
-                del waiting[completion.id]
-        except EngineDied as error:
-            death = error
-        deaths = [error for error in ranks.all_gather(death) if error]
-        if not deaths:
-            break
-        if revive is None:
-            raise death or deaths[0]
-        revive(deaths[0])
-    scorer.finish()
-    if ranks.world > 1:
-        everyone = chain.from_iterable(ranks.all_gather([order[i][1] for i in mine]))
-        for group in groups:
-            group.rollouts = [next(everyone) for _ in group.rollouts]
-    return sum(rollout.error is not None for group in groups for rollout in group.rollouts)
+            rollout.add_sampled(completion.token_ids, completion.logprobs, completion.versions)
+        except ValueError as error:  # the weights or the engine are broken: no sample can be trusted
+            raise EngineError(
+                f"the engine's completion of group {group.id}, rollout {rollout.index}: {error}"
+            ) from error
+        text = completion_text(completion.token_ids, self.tokenizer, completion.finish_reason == "stop")
+        rollout.finish(completion.finish_reason, text)
+        self.scorer.submit(rollout, group.task)
 
 
 def reward_faults(groups: Iterable[Group]) -> Counter[tuple[str, str]]:
-    """How many rewards failed, by (source of the task, kind of fault)."""
+    """Count the rewards that failed, by (source of the task, kind of fault)."""
     failed = ((group, r) for group in groups for r in group.rollouts if r.error is not None)
     return Counter((group.task.source or "unnamed", r.fault or "unknown") for group, r in failed)
 
 
 def fault_metrics(faults: Counter[tuple[str, str]]) -> dict[str, dict[str, int]]:
-    """`reward_faults`: counts by kind, `source_faults`: the same ones by the task's source; each in the order of its names."""
+    """Return `reward_faults`, the counts by kind, and `source_faults`, the counts by source, sorted by name."""
     kinds, sources = Counter[str](), Counter[str]()
     for (source, kind), count in faults.items():
         kinds[kind] += count
@@ -87,7 +96,7 @@ def fault_metrics(faults: Counter[tuple[str, str]]) -> dict[str, dict[str, int]]
 
 
 def first_faults(groups: Iterable[Group]) -> dict[str, str]:
-    """Of each kind of reward fault the first: its task and what happened."""
+    """Return the first reward fault of each kind: its task and what happened."""
     found: dict[str, str] = {}
     for r in (r for group in groups for r in group.rollouts if r.error is not None):
         found.setdefault(r.fault or "unknown", f"task {r.task_id}: {r.error}")

@@ -1,17 +1,17 @@
-"""What runs inside the sandbox: namespaces, a root of its own, limits, then the program. `hybrid_rl.sandbox.run` starts it.
+"""The code inside the sandbox: it makes namespaces, a root and limits, then runs the program. `sandbox.run` starts it.
 
-    launcher   a new Python without environment: enters new user/mount/network/IPC/UTS/cgroup namespaces, builds the root
+    launcher   a new Python without environment: enters new user/mount/network/IPC/UTS/cgroup namespaces, makes the root
       keeper   one for each input: enters a new PID and mount namespace, kills the init that outlives its time
         init   PID 1 there: mounts /tmp, gives up every right, collects the output, measures, kills everything
           program
 
-Only the program runs what the model wrote. It is told its input and nothing else; what it says is data for the outside.
-Standard library only, and little of it: imports are most of the time that a launch takes.
+Only the program runs what the model wrote. It gets its input and nothing else; its output is data for the caller.
+This module uses little of the standard library and nothing else: imports take most of the time of a launch.
 """
 
 from __future__ import annotations
 
-import _signal  # signal and socket themselves import enum, which takes as long as all the rest
+import _signal  # signal and socket import enum, which takes as long as all the rest
 import _socket
 import _thread
 import ctypes
@@ -29,71 +29,42 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any, NoReturn
 
-# How an input ended. "exit": by itself (with an exit code, or a negative signal); a limit; "died": init was lost (the
-# system ran out of memory); "not run": the time for all inputs was used up; "setup": no sandbox could be made.
+# How an input ended. "exit": by itself (with an exit code, or a negative signal); "wall" to "output": at that limit;
+# "died": init was lost (the system ran out of memory); "not run": the time for all inputs was used up; "setup": no
+# sandbox could be made.
 ENDS = ("exit", "wall", "cpu", "memory", "output", "died", "not run", "setup")
 FRAME = struct.Struct("<BiIII")  # end, exit code, bytes of standard output, of standard error, of the result
-KEEPER_GRACE = 2.0  # seconds beyond the time of an input that init has to end by itself
-INTERPRETER = 32 << 20  # bytes that a program may hold resident beyond its limit: the interpreter itself
+KEEPER_GRACE = 2.0  # seconds that init has to end by itself after the time of an input
+INTERPRETER = 32 << 20  # bytes of resident memory beyond a program's limit, for the interpreter itself
 POLL_MS = 20  # between two measurements of memory and CPU time
-STACK = 32 << 20  # bytes of address space for the stack of a process, and for that of each thread a program may have
-THREAD_STACK = 8 << 20  # that threads get if the program does not choose
+STACK = 32 << 20  # bytes of address space for the stack of a process, and of each thread that a program may have
+THREAD_STACK = 8 << 20  # bytes that threads get unless the program chooses
 NOBODY = 65534
-OUTER_PROC = "/proc-outside"  # until init has mounted its own: the kernel lets only those mount /proc who see one whole
+OUTER_PROC = "/proc-outside"  # kept until init mounts its own: the kernel requires a whole /proc to be visible
 
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 8, 1 << 12, 1 << 14, 1 << 18
 MNT_DETACH, AT_FDCWD, AT_RECURSIVE, SYS_MOUNT_SETATTR = 2, -100, 0x8000, 442
-NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (
-    1 << 17,
-    1 << 25,
-    1 << 26,
-    1 << 27,
-    1 << 28,
-    1 << 29,
-    1 << 30,
-)
+NEWNS, NEWCGROUP = 1 << 17, 1 << 25
+NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 1 << 26, 1 << 27, 1 << 28, 1 << 29, 1 << 30
+NAMESPACES = NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 24, 38
 SIGINT, SIGKILL, SIGCHLD, AF_UNIX = 2, 9, 17, 1
-
-# Refused to the program: what reaches other processes, makes namespaces or mounts, opens sockets or enlarges their buffers, holds
-# memory that no limit counts (memfd, System V IPC, queues of inotify, pages in a pipe that no process maps), uses up what the whole
-# machine shares (io_setup), makes it wait (sync), or is a wide door into the kernel. Numbers: x86_64, aarch64.
-DENIED = {
-    "add_key": (248, 217), "bpf": (321, 280), "chroot": (161, 51), "fanotify_init": (300, 262), "finit_module": (313, 273),
-    "fsconfig": (431, 431), "fsmount": (432, 432), "fsopen": (430, 430), "fspick": (433, 433), "init_module": (175, 105),
-    "inotify_init": (253, 26), "inotify_init1": (294, 26), "io_setup": (206, 0), "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "io_uring_setup": (425, 425), "kcmp": (312, 272),
-    "kexec_file_load": (320, 294), "kexec_load": (246, 104), "keyctl": (250, 219), "memfd_create": (319, 279),
-    "memfd_secret": (447, 447), "mount": (165, 40), "mount_setattr": (442, 442), "move_mount": (429, 429), "mq_open": (240, 180),
-    "msgget": (68, 186), "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "open_tree": (428, 428),
-    "perf_event_open": (298, 241), "personality": (135, 92), "pidfd_getfd": (438, 438), "pivot_root": (155, 41),
-    "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "ptrace": (101, 117), "quotactl": (179, 60),
-    "quotactl_fd": (443, 443), "request_key": (249, 218), "semget": (64, 190), "setns": (308, 268), "shmget": (29, 194),
-    "setsockopt": (54, 208), "socket": (41, 198), "splice": (275, 76), "sync": (162, 81), "syncfs": (306, 267), "syslog": (103, 116),
-    "tee": (276, 77), "umount2": (166, 39), "unshare": (272, 97), "userfaultfd": (323, 282), "vmsplice": (278, 75),
-}  # fmt: skip
-# Succeed and do nothing: they would act on the disk, the page cache or the locks of files that the sandbox shares with the machine.
-IDLE = {
-    "fadvise64": (221, 223), "fdatasync": (75, 83), "flock": (73, 32), "fsync": (74, 82), "msync": (26, 227), "sync_file_range": (277, 84),
-}  # fmt: skip
-SET_LOCK = (6, 7, 37, 38)  # the commands of fcntl that do the same as flock
-CLONE, FCNTL, SIGACTION, SOCKETPAIR = (56, 220), (72, 25), (13, 134), (53, 199)  # depend on an argument, see _filter
-CLONE3, NEWER = 435, 450  # Linux 5.17 and later added the calls from NEWER on: programs must do without them
-MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, audit architecture
+PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}  # libc has no function for this call
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def launch(request: dict[str, Any]) -> None:
-    """The launcher's life: write a frame for each input to standard output. The inputs stay in the file that is standard input."""
+    """Run the launcher: write a frame for each input to standard output. Inputs stay in the file at standard input."""
     deadline = time.monotonic() + request["total"]
     try:
         _die_with_parent()
         if os.getppid() != request["parent"]:
             return
         if request["function"]:
-            import json  # noqa: F401  # here once, not in each program
+            import json  # noqa: F401  # once here instead of in each program
         with open("/proc/self/oom_score_adj", "w") as score:
-            score.write("1000")  # of all processes the system should kill this one first
+            score.write("1000")  # if memory runs out, the system kills this process first
         request["uid"] = _enter_namespaces()
         _build_root()
         place = os.lseek(0, 0, os.SEEK_CUR)
@@ -109,7 +80,7 @@ def launch(request: dict[str, Any]) -> None:
 
 
 def _call(name: str, *arguments: Any, about: object = "") -> None:
-    """A libc function by name; raises OSError with the name, what it was about, and the reason."""
+    """Call a libc function by name. Raises OSError with the name, what it was about, and the reason."""
     if getattr(_libc, name)(*(ctypes.c_long(a) if isinstance(a, int) else a for a in arguments)) == -1:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}{f' {about}' if about else ''}: {os.strerror(number)}")
@@ -124,7 +95,7 @@ def _die_with_parent() -> None:
 
 
 def _fork(function: Callable[..., None], *arguments: Any) -> int:
-    """A child that does one thing and ends, whatever happens in it: status 1 for an exception."""
+    """Fork a child that calls `function` and exits, with status 1 after an exception. Return its process id."""
     pid = os.fork()
     if pid:
         return pid
@@ -145,9 +116,10 @@ def _send(end: str, code: int = 0, stdout: bytes = b"", stderr: bytes = b"", res
 
 
 def _enter_namespaces() -> int | None:
-    """New namespaces for all that follows; returns the user id to take on later, None where a user namespace already gave one.
+    """Enter new namespaces. Return the user id to take on later, None if a user namespace already gave one.
 
-    Root needs no user namespace. Its program gets a user id that nobody else has, so that limits on processes count it alone.
+    Root needs no user namespace. Its program gets a user id that nobody else has, so that limits on processes count
+    only this program's.
     """
     flags = NEWNS | NEWNET | NEWIPC | NEWUTS | NEWCGROUP
     own = next(filter(_mapped, ((1 << 30) + os.getpid(), NOBODY)), None) if os.geteuid() == 0 else None
@@ -170,7 +142,7 @@ def _enter_namespaces() -> int | None:
 
 
 def _mapped(uid: int) -> bool:
-    """The user id exists here: in the user namespace of a container perhaps only a few do."""
+    """Return whether the user id exists here: the user namespace of a container may have only a few."""
     with open("/proc/self/uid_map") as file:
         return any(int(first) <= uid < int(first) + int(count) for first, _, count in map(str.split, file))
 
@@ -183,7 +155,7 @@ def _become(uid: int) -> None:
 
 
 def _build_root() -> None:
-    """An empty root with the standard library, the system's libraries and five devices, all read-only; the old root is gone."""
+    """Replace the root with one that holds Python's and the system's libraries and five devices, all read-only."""
     python = sys.executable
     prefixes = dict.fromkeys(("", "/usr", sys.base_prefix, sys.base_exec_prefix))
     folders = [f"{prefix}/{lib}" for prefix in prefixes for lib in ("lib", "lib64")]
@@ -193,7 +165,7 @@ def _build_root() -> None:
     _mount("none", "/", None, MS_REC | MS_PRIVATE)
     _mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
     os.mkdir("/tmp/old")
-    _call("syscall", DENIED["pivot_root"][MACHINES[os.uname().machine][0]], b"/tmp", b"/tmp/old", about="pivot_root")
+    _call("syscall", PIVOT_ROOT[os.uname().machine], b"/tmp", b"/tmp/old", about="pivot_root")
     os.chdir("/")
     for path, real in found.items():
         _bind(real, path)
@@ -226,7 +198,7 @@ def _bind(source: str, target: str) -> None:
 
 
 def _keep(request: dict[str, Any], place: tuple[int, int], wall: float) -> None:
-    """The keeper: one input in namespaces of its own; init's frame, or one that says why there is none."""
+    """Run the keeper: one input in namespaces of its own. Leave init's frame, or one that says why there is none."""
     start, init, problem = os.lseek(1, 0, os.SEEK_CUR), 0, ""
     try:
         _die_with_parent()
@@ -240,9 +212,7 @@ def _keep(request: dict[str, Any], place: tuple[int, int], wall: float) -> None:
     status = 0
     if init:
         os.kill(init, SIGKILL)  # nothing happens if it has ended by itself
-        status = os.waitpid(init, 0)[
-            1
-        ]  # the kernel has killed and reaped everything in the namespace before this returns
+        _, status = os.waitpid(init, 0)  # returns after the kernel has killed everything in the namespace
     if status or problem:
         os.ftruncate(1, start)
         os.lseek(1, start, os.SEEK_SET)
@@ -250,22 +220,19 @@ def _keep(request: dict[str, Any], place: tuple[int, int], wall: float) -> None:
 
 
 def _init(request: dict[str, Any], place: tuple[int, int], wall: float) -> None:
-    """PID 1: signals from inside do not reach it, and everything else in its namespace ends with it."""
+    """Run PID 1: signals from inside do not reach it, and everything else in its namespace ends with it."""
     try:
         _die_with_parent()
         _signal.signal(SIGINT, _signal.SIG_DFL)  # a handler would let it through
-        os.setsid()  # a signal to the process group would reach the keeper and the launcher, from inside too
+        os.setsid()  # else a signal from inside to the process group would reach keeper and launcher
         owner = "" if request["uid"] is None else f",uid={request['uid']},gid={request['uid']}"
-        room = f"size={request['disk']},nr_inodes=4096,mode=700{owner}"
-        _mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, room)
+        options = f"size={request['disk']},nr_inodes=4096,mode=700{owner}"
+        _mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, options)
         _mount("proc", "/proc", "proc", MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC, "subset=pid")
         with open("/proc/self/statm") as file:
             request["mapped"] = int(file.read().split()[0]) * resource.getpagesize()
         proc = os.open("/proc", os.O_DIRECTORY)
-        for path in (
-            "/proc",
-            OUTER_PROC,
-        ):  # /proc/self/exe, above all, leads to the interpreter in the old root, which is not read-only
+        for path in ("/proc", OUTER_PROC):  # /proc/self/exe leads to the old root, which is not read-only
             _call("umount2", path.encode(), MNT_DETACH, about=path)
         os.chdir("/tmp")
         if not os.path.exists(os.__file__):
@@ -282,70 +249,45 @@ def _init(request: dict[str, Any], place: tuple[int, int], wall: float) -> None:
         buffer = one.getsockopt(_socket.SOL_SOCKET, _socket.SO_SNDBUF)
         one.close()
         other.close()
-        _give_up_rights(request["uid"])
+        _give_up_rights(request["uid"], request["filter"])
         pipes = [os.pipe() for _ in range(4)]
         child = _fork(_program, request, data, stdin, [write for _, write in pipes])
         ended = os.pidfd_open(child)
         for _, write in pipes:
             os.close(write)
         reads = [read for read, _ in pipes]
-        if problem := os.read(reads.pop(), 1 << 12):  # until the program begins: nothing that it does comes this way
+        if problem := os.read(reads.pop(), 1 << 12):  # empty once the program has begun, which cannot write here
             return _send("setup", stderr=problem)
-        _usage(proc, buffer)  # what cannot be measured is found here, and not laid to the program
+        _usage(proc, buffer)  # if measuring fails, it fails here, and does not count against the program
     except OSError as error:
         return _send("setup", stderr=str(error).encode())
-    end, code, outputs = _watch(child, ended, lambda: _usage(proc, buffer), reads, request, time.monotonic() + wall)
+    end, code, outputs = _supervise(child, ended, lambda: _usage(proc, buffer), reads, request, time.monotonic() + wall)
     _send(end, code, *outputs)
 
 
-def _give_up_rights(uid: int | None) -> None:
-    """No capability now or by any later exec, no system call of DENIED, no look into this process for the others."""
+def _give_up_rights(uid: int | None, code: bytes) -> None:
+    """Drop all capabilities, now and for any later exec, hide this process from others, and load the seccomp `code`."""
     for capability in range(64):
-        _libc.prctl(
-            PR_CAPBSET_DROP, ctypes.c_long(capability), 0, 0, 0
-        )  # fails for those that this kernel does not have
+        _libc.prctl(PR_CAPBSET_DROP, ctypes.c_long(capability), 0, 0, 0)  # fails for those this kernel does not have
     if uid is not None:
         _become(uid)
     _call("capset", struct.pack("<II", 0x20080522, 0), bytes(24))
     _call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)
     _call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    code = _filter(*MACHINES[os.uname().machine])
     buffer = ctypes.create_string_buffer(code, len(code))
     program = struct.pack("@HP", len(code) // 8, ctypes.addressof(buffer))
     _call("prctl", PR_SET_SECCOMP, 2, program, 0, 0, about="seccomp")
 
 
-def _filter(column: int, audit: int) -> bytes:
-    """The seccomp program (classic BPF): refuse DENIED (EACCES), do nothing for IDLE, and look at the arguments of four calls."""
-    load, equal, at_least, any_bit, done = 0x20, 0x15, 0x35, 0x45, 0x06
-    errors = 0x00050000
-    allow, kill, idle = (done, 0, 0, 0x7FFF0000), (done, 0, 0, 0x80000000), (done, 0, 0, errors)
-    refuse, missing = (done, 0, 0, errors | errno.EACCES), (done, 0, 0, errors | errno.ENOSYS)
-    first, second = (load, 0, 0, 16), (load, 0, 0, 24)  # arguments
-    rows = [(load, 0, 0, 4), (equal, 1, 0, audit), kill, (load, 0, 0, 0), (at_least, 0, 1, 1 << 30), refuse]
-    rows += [(at_least, 0, 1, NEWER), missing, (equal, 0, 1, CLONE3), missing]  # libc then uses the older calls
-    for numbers, verdict in ((DENIED, refuse), (IDLE, idle)):
-        for row in numbers.values():
-            rows += [(equal, 0, 1, row[column]), verdict]
-    namespaces = NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET
-    locks = [row for command in SET_LOCK for row in ((equal, 0, 1, command), idle)]
-    for number, tests in (
-        (CLONE, [first, (any_bit, 0, 1, namespaces), refuse]),
-        (
-            SIGACTION,
-            [first, (equal, 0, 1, SIGCHLD), refuse],
-        ),  # if it is ignored, the kernel forgets what a child has used
-        (SOCKETPAIR, [first, (equal, 1, 0, AF_UNIX), refuse]),
-        (FCNTL, [second, *locks]),
-    ):
-        rows += [(equal, 0, len(tests) + 1, number[column]), *tests, allow]
-    return b"".join(struct.pack("<HBBI", *row) for row in [*rows, allow])
-
-
-def _watch(
-    child: int, ended: int, usage: Callable[[], tuple[float, int]], pipes: list[int], request: dict[str, Any], deadline: float
-) -> tuple[str, int, list[bytes]]:  # fmt: skip
-    """Collect until the program ends or breaks a limit, then kill everything; how it ended, its exit code, its outputs."""
+def _supervise(
+    child: int,
+    ended: int,
+    usage: Callable[[], tuple[float, int]],
+    pipes: list[int],
+    request: dict[str, Any],
+    deadline: float,
+) -> tuple[str, int, list[bytes]]:
+    """Collect output until the program ends or exceeds a limit, then kill all. Return end, exit code, outputs."""
     outputs = {pipe: bytearray() for pipe in pipes}
     waiting = select.poll()
     for descriptor in (ended, *pipes):
@@ -375,7 +317,7 @@ def _watch(
     except (ProcessLookupError, ChildProcessError):  # none left
         pass
     for pipe, output in outputs.items():
-        while _read(pipe, output):  # at most what the pipe holds: no writer lives
+        while _read(pipe, output):  # at most what the pipe holds: all writers are dead
             pass
     if end == "exit" and any(len(output) > request["output"] for output in outputs.values()):
         end = "output"
@@ -389,9 +331,9 @@ def _read(descriptor: int, output: bytearray) -> int:
 
 
 def _usage(proc: int, buffer: int) -> tuple[float, int]:
-    """CPU seconds and bytes of memory of all processes here but init; those that ended count their seconds until they are reaped.
+    """Return CPU seconds and bytes of memory of all processes here but init; zombies count until they are reaped.
 
-    Memory is what is resident, and `buffer` for each socket: what a program may leave in it is in no process.
+    Memory is the resident set, and `buffer` bytes for each socket: what a program leaves in a socket is in no process.
     """
     ticks = pages = 0
     for name in os.listdir(proc):
@@ -399,7 +341,7 @@ def _usage(proc: int, buffer: int) -> tuple[float, int]:
             try:
                 fields = _stat(proc, name)
                 held = int(fields[21])
-                if fields[0] == b"Z":  # its other threads may go on, and hold the memory
+                if fields[0] == b"Z":  # its other threads may still run, and hold the memory
                     tasks = os.open(f"{name}/task", os.O_RDONLY, dir_fd=proc)
                     try:
                         held = max(int(_stat(tasks, task)[21]) for task in os.listdir(tasks))
@@ -420,12 +362,12 @@ def _stat(folder: int, name: str) -> list[bytes]:
 
 
 def _program(request: dict[str, Any], data: Any, stdin: int, outputs: list[int]) -> NoReturn:
-    """The process that runs what the model wrote; it leaves by os._exit. What fails before that is written to the last of `outputs`."""
-    told = 4
+    """Run what the model wrote, then os._exit. Errors before the program begins go to the last of `outputs`."""
+    report = 4
     try:
         for target, descriptor in enumerate((stdin, *outputs)):  # to 0 … 4
             os.dup2(descriptor, target)
-        os.closerange(told + 1, 256)  # init has far fewer
+        os.closerange(report + 1, 256)  # init has far fewer
         _signal.signal(SIGINT, _signal.default_int_handler)
         _thread.stack_size(THREAD_STACK)
         code, function = request["code"], request["function"]
@@ -438,9 +380,9 @@ def _program(request: dict[str, Any], data: Any, stdin: int, outputs: list[int])
             setattr(sys, name, stream)
             setattr(sys, f"__{name}__", stream)
     except BaseException as error:
-        os.write(told, (str(error) or type(error).__name__).encode())
+        os.write(report, (str(error) or type(error).__name__).encode())
         os._exit(1)
-    os.close(told)
+    os.close(report)
     sys.modules.pop(__name__)
     request.clear()
     status = 0
@@ -467,12 +409,10 @@ def _program(request: dict[str, Any], data: Any, stdin: int, outputs: list[int])
 def _limit(request: dict[str, Any]) -> None:
     seconds = int(request["cpu"]) + 2
     for limit, value in {
-        resource.RLIMIT_AS: request["mapped"]
-        + request["memory"]
-        + request["processes"] * STACK,  # beyond the interpreter's own
+        resource.RLIMIT_AS: request["mapped"] + request["memory"] + request["processes"] * STACK,
         resource.RLIMIT_CPU: seconds,
         resource.RLIMIT_FSIZE: request["disk"],
-        resource.RLIMIT_NPROC: request["processes"] + 4,  # the four that are ours may count too
+        resource.RLIMIT_NPROC: request["processes"] + 4,  # our own four processes may count too
         resource.RLIMIT_NOFILE: 128,
         resource.RLIMIT_CORE: 1,  # 0 would still start a core handler of the system
         resource.RLIMIT_NICE: 0,
@@ -486,7 +426,7 @@ def _limit(request: dict[str, Any]) -> None:
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         try:
             resource.setrlimit(limit, (value, value))
-        except ValueError:  # Python's word for EPERM
+        except ValueError:  # Python raises it for EPERM
             raise OSError(errno.EPERM, f"setrlimit: {os.strerror(errno.EPERM)}") from None
 
 
@@ -498,7 +438,7 @@ def _execute(code: str, function: str | None, arguments: Any) -> None:
     sys.argv = ["solution.py"]
     module = types.ModuleType("solution" if function else "__main__")
     sys.modules[module.__name__] = module
-    exec(compile(code, "solution.py", "exec"), module.__dict__)  # noqa: S102  # what all this is for
+    exec(compile(code, "solution.py", "exec"), module.__dict__)  # noqa: S102  # safe: this process is the sandbox
     if function:
         import json
 

@@ -1,14 +1,15 @@
-"""Run Python that nobody has read: what a model wrote, for the rewards that must execute it.
+"""Run untrusted Python that a model wrote, for the rewards that must execute it.
 
-`run` gives a program its inputs and returns what it said, as data: text, or values decoded from JSON. Expected answers never
-enter the sandbox; whoever calls compares outside, so a program that forges a verdict has only written something.
+`run` gives a program its inputs and returns its output as data: text, or values decoded from JSON. Expected answers
+never enter the sandbox; the caller compares outside, so a program cannot forge a verdict.
 
-Each input is run in a process of its own, in new Linux namespaces (user or, for root, a user id of its own; mount, PID, network, IPC, UTS,
-cgroup): no network, no environment, no process but its own and no /proc, a root that shows the standard library read-only, an empty /tmp in memory as
-home and working directory, no capability, no new privileges, a filter on system calls, and limits on everything that can be used up. With
-PID 1 everything ends that the program started. Where a part of this cannot be had, SandboxError says which: nothing runs with less.
+Each input runs in a process of its own, in new Linux namespaces (user or, for root, a user id of its own; mount, PID,
+network, IPC, UTS, cgroup): no network, no environment, no other processes and no /proc, a root that shows the standard
+library read-only, an empty /tmp in memory as home and working directory, no capability, no new privileges, a filter on
+system calls, and limits on every resource. When PID 1 ends, everything ends that the program started. If the machine
+lacks a part of this, SandboxError names it, and nothing runs.
 
-What it does not defend against: holes in the kernel itself, timing and cache side channels, and a machine slowed down within the limits.
+It does not defend against holes in the kernel, timing and cache side channels, or a slower machine within the limits.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from hybrid_rl.sandbox import inside
-from hybrid_rl.sandbox.inside import ENDS, FRAME, MACHINES
+from hybrid_rl.sandbox.inside import ENDS, FRAME
+from hybrid_rl.sandbox.seccomp import MACHINES, seccomp_filter
 
 End = Literal["exit", "wall", "cpu", "memory", "output", "died", "not run"]
-GRACE = 10.0  # seconds beyond the time for all inputs: starting Python, on a busy machine
+GRACE = 10.0  # seconds beyond the time for all inputs, to start Python on a busy machine
 
 # -s -P and this environment are python -I, except that the order of a set of strings is the same every time.
 FLAGS = ("-s", "-P", "-S", "-B", "-X", "utf8")
@@ -39,19 +41,23 @@ ENVIRONMENT = {
     "HOME": "/tmp",
     "TMPDIR": "/tmp",
     "PATH": "/nonexistent",
+    "MALLOC_ARENA_MAX": "1",  # otherwise glibc reserves 64 MiB of address space for each thread
 }
-ENVIRONMENT["MALLOC_ARENA_MAX"] = "1"  # glibc reserves 64 MiB of address space for each thread's own
-BOOT = "import marshal, os; exec(marshal.loads(os.read(0, {}))); launch(marshal.loads(os.read(0, {})))"  # and no byte of an input
+# it reads no byte of an input
+BOOT = "import marshal, os; exec(marshal.loads(os.read(0, {}))); launch(marshal.loads(os.read(0, {})))"
 INSIDE = marshal.dumps(inside.__loader__.get_code(inside.__name__))  # type: ignore[union-attr]  # compiled once
+# the system's words in a failed setup
+EXHAUSTED = ("Resource temporarily unavailable", "Cannot allocate memory", "Too many open files")
+FORBIDDEN = ("Operation not permitted", "Permission denied", "No space left")
 
 
 class SandboxError(RuntimeError):
-    """Nothing was run, because no sandbox can be had here; says what is missing."""
+    """Raised when this machine has no sandbox; the message says what is missing. Nothing was run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one input may use, all of the program's processes together; `total_seconds` is for all inputs."""
+    """Limit what one input may use, all processes of its program together; `total_seconds` is for all inputs."""
 
     cpu_seconds: float = 2.0
     wall_seconds: float = 4.0
@@ -69,10 +75,11 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a program did with one input. Everything but `end` is the program's own word.
+    """What a program did with one input. Only `end` can be trusted; the program decides the rest.
 
-    `end`: "exit" (by itself, with `code`, or by signal -`code`), the limit it broke, "died" (ended by the system, so out of memory),
-    "not run" (the total time was used up). `result` is the function's, `returned` False where it gave none that is JSON.
+    `end` is "exit" (by itself, with `code`, or by signal -`code`), the limit that it exceeded, "died" (ended by the
+    system: out of memory), or "not run" (the total time was used up). `result` is the function's; `returned` is False
+    if it returned nothing that is JSON.
     """
 
     end: End
@@ -90,10 +97,11 @@ class Outcome:
 def run(
     code: str, inputs: Sequence[str] | Sequence[Sequence[Any]], limits: Limits, function: str | None = None
 ) -> list[Outcome]:
-    """One outcome for each input, in order: `code` as a program with the input as standard input, or its `function` called with *input.
+    """Run `code` with each input, and return the outcomes in order.
 
-    Inputs of a function, and what it returns, are JSON values (a tuple comes back as a list, NaN does not come back).
-    Raises SandboxError where this machine has no sandbox, ValueError or TypeError for a function's input that is no JSON value.
+    Without `function`, `code` is a program that reads its input from standard input; otherwise its `function` is called
+    with *input. A function's inputs and result are JSON values (a tuple returns as a list, NaN not at all). Raises
+    SandboxError if this machine has no sandbox, ValueError or TypeError if an input of a function is not a JSON value.
     """
     if sys.platform != "linux" or os.uname().machine not in MACHINES:
         raise SandboxError(
@@ -103,11 +111,19 @@ def run(
         marshal.dumps(json.loads(json.dumps(list(i), allow_nan=False))) if function else str(i).encode() for i in inputs
     ]
     request = {
-        "code": code, "function": function, "sizes": [len(d) for d in data], "parent": os.getpid(),
-        "cpu": limits.cpu_seconds, "wall": limits.wall_seconds, "total": limits.total_seconds,
-        "memory": limits.memory_mib << 20, "disk": limits.disk_mib << 20,
-        "processes": limits.processes, "output": limits.output_bytes,
-    }  # fmt: skip
+        "code": code,
+        "function": function,
+        "sizes": [len(d) for d in data],
+        "parent": os.getpid(),
+        "filter": seccomp_filter(os.uname().machine),
+        "cpu": limits.cpu_seconds,
+        "wall": limits.wall_seconds,
+        "total": limits.total_seconds,
+        "memory": limits.memory_mib << 20,
+        "disk": limits.disk_mib << 20,
+        "processes": limits.processes,
+        "output": limits.output_bytes,
+    }
     try:
         frames = _launch(marshal.dumps(request), data, limits.total_seconds + GRACE)
     except OSError as error:
@@ -131,7 +147,7 @@ def run(
 
 
 def check() -> str | None:
-    """None where code can be run in the sandbox (it was tried), otherwise what is missing."""
+    """Try the sandbox. Return None if it works, otherwise what is missing."""
     try:
         outcome = run("print(input())", ["ready"], Limits())[0]
     except SandboxError as error:
@@ -140,7 +156,7 @@ def check() -> str | None:
 
 
 def _launch(request: bytes, data: list[bytes], timeout: float) -> bytes:
-    """What the launcher wrote. Request and answer are files in memory: no pipe can fill up, nothing is read while it runs."""
+    """Return what the launcher wrote. Request and answer are files in memory, so that no pipe can fill up."""
     python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
     command = [python, *FLAGS, "-c", BOOT.format(len(INSIDE), len(request)), f"hybrid_rl-sandbox-of-{os.getpid()}"]
     with open(os.memfd_create("request"), "w+b") as asked, open(os.memfd_create("answer"), "w+b") as answer:
@@ -161,7 +177,7 @@ def _launch(request: bytes, data: list[bytes], timeout: float) -> bytes:
                 waiting.register(ended, select.POLLIN)
                 waiting.poll(timeout * 1000)
         finally:
-            process.kill()  # the whole tree ends with it; nothing happens where it has already ended
+            process.kill()  # ends the whole tree, unless it has already ended
             process.wait()
         answer.seek(0)
         return answer.read()
@@ -182,20 +198,12 @@ def _refusal(message: str) -> str:
 
 
 def _remedy(message: str) -> str:
-    """What to change so that the step that failed succeeds."""
-    if (
-        "Resource temporarily unavailable" in message
-        or "Cannot allocate memory" in message
-        or "Too many open files" in message
-    ):
+    """Return what to change so that the step that failed can succeed."""
+    if any(reason in message for reason in EXHAUSTED):
         return "This machine, or this user's share of it, is out of memory, processes or files."
     if "Python installation" in message:
         return "Install it elsewhere, or start as its owner."
-    if (
-        "Operation not permitted" not in message
-        and "Permission denied" not in message
-        and "No space left" not in message
-    ):
+    if not any(reason in message for reason in FORBIDDEN):
         return "It needs Linux 5.14 or newer."
     for name, wrong, right in (
         ("kernel/apparmor_restrict_unprivileged_userns", "1", "0"),

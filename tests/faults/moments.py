@@ -20,7 +20,7 @@ PHASES = {
     "load": ["hybrid_rl.stages.build"],
     "handover": ["hybrid_rl.handover.hand_over", "hybrid_rl.handover.take_back"],
     "evaluation": ["hybrid_rl.rl.evaluate", "hybrid_rl.stages.evaluate"],
-    "sampling": ["hybrid_rl.rollout.collector.sample_groups"],
+    "sampling": ["hybrid_rl.rollout.collector.Collector._fill"],
     "scoring": ["hybrid_rl.rollout.rewards.Scorer.finish"],
     "imitation": ["hybrid_rl.sft.imitate"],
     "update": ["hybrid_rl.learner.Learner.learn"],
@@ -30,8 +30,8 @@ PHASES = {
     "write": ["hybrid_rl.run_folder.checkpoint._write"],
     "publish": ["hybrid_rl.run_folder.checkpoint.Saving.publish"],
     "prune": ["hybrid_rl.run_folder.checkpoint.prune", "hybrid_rl.run_folder.checkpoint._discard"],
-    "export": ["hybrid_rl.policy.model.Policy.export", "hybrid_rl.stages._put"],
-    "report": ["hybrid_rl.stages.write_report", "hybrid_rl.stages.write_json"],
+    "export": ["hybrid_rl.policy.model.Policy.export", "hybrid_rl.run_folder.final._put"],
+    "report": ["hybrid_rl.summary.write_report", "hybrid_rl.summary.write_json"],
     "disk": ["os.fsync", "os.replace", "shutil.rmtree", "os.unlink"],
 }
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hybrid_rl.report import write_report
-from tests.report.test_page import evaluation, rl, write_metrics
+from tests.report.runs import evaluation, rl, write_metrics
 
 
 def drawn(html: str, title: str) -> dict[str, list[list[tuple[float, float]]]]:

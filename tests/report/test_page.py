@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -16,122 +14,7 @@ import pytest
 from hybrid_rl.report import write_report
 from hybrid_rl.report.charts import _one_a_step
 from hybrid_rl.report.read import read_run
-from hybrid_rl.report.samples import evaluation_cases, step_cases
-from hybrid_rl.run_folder.rollouts import write_rollouts
-from hybrid_rl.types import Group, Rollout, Task
-
-HOSTILE = (
-    "<script>document.title='owned'</script><img onerror=alert(1)>",
-    "</textarea></pre></article><script>alert(2)</script>",
-    "{{ 7*7 }} {% raw %}",
-    "```\n````text\n# heading\n[link](x)",
-)
-VOID = {"meta", "br", "img", "link", "input", "hr"}
-
-
-class Page(HTMLParser):
-    """The elements of a page, checking that they nest, and its text."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: set[str] = set()
-        self.attributes: set[str] = set()
-        self.text = ""
-        self.feed(html)
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        self.attributes |= {name for name, _ in attrs}
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self.open[-1:] != ["style"]:
-            self.text += data
-
-
-def groups(rewards: list[float], completions: tuple[str, ...] = ()) -> list[Group]:
-    """One group a reward, of one rollout; a task's id is its place."""
-    made = []
-    for id, reward in enumerate(rewards):
-        task = Task(f"task-{id}", ({"role": "user", "content": "question"},), answer=f"truth {id}")
-        rollout = Rollout(task.id, id, 0, seed=0, token_ids=[1])
-        rollout.finish("stop", completions[id] if id < len(completions) else f"completion {id} of reward {reward}")
-        rollout.score(reward, {"exact": reward})
-        made.append(Group(id, task, [rollout]))
-    return made
-
-
-def store(path: Path, made: list[Group]) -> None:
-    write_rollouts(path, made, [f"prompt {g.id}" for g in made], {}, [(g.id, 0) for g in made])
-
-
-def rl(step: int, **changes: object) -> dict[str, object]:
-    seconds = {"rollout": 0.3, "sleep": 0.0, "update": 0.1, "handover": 0.0, "evaluate": 0.0, "checkpoint": 0.0}
-    return {
-        "stage": "rl", "step": step, "version": step, "reward": 0.5, "reward_std": 0.2, "length": 28.0, "truncated": 0.01, "entropy": 0.4,
-        "mismatch_kl": 1e-9, "clip_fraction": 0.0, "grad_norm": 0.8, "lr": 1e-3, "tokens_per_second": 20000.0, "memory_gib": 0.7,
-        "silent_groups": 0, "replacement_rounds": 0, "reward_errors": 0, "missing_groups": 0, "skipped": 0, "parts": {"similarity": 0.5},
-        "seconds": seconds,
-    } | changes  # fmt: skip
-
-
-def write_metrics(folder: Path, records: list[dict[str, object]]) -> None:
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a finished run, with its report."""
-    folder = tmp_path_factory.mktemp("reverse") / "2026-03-04_10-20-30"
-    folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text("name: reverse\nseed: 7\nmodel:\n  path: null\nrl:\n  steps: 40\n")
-    evals = {"eval/base": 0.0125, "eval/sft": 0.34, "eval/rl": 0.89}
-    versions, model = {"torch": "2.13.0"}, {"path": None, "parameters": 812544}
-    (folder / "summary.json").write_text(
-        json.dumps(
-            {
-                "name": "reverse",
-                "seed": 7,
-                **evals,
-                "seconds": {"sft": 41.2, "rl": 70.8, "total": 120.0},
-                "versions": versions,
-                "model": model,
-            }
-        )
-    )
-    measured = [
-        {
-            "stage": "eval",
-            "name": name.removeprefix("eval/"),
-            "step": 0,
-            "reward": reward,
-            "reward_std": 0.16,
-            "tasks": 64,
-        }
-        for name, reward in evals.items()
-    ]
-    sft = [{"stage": "sft", "step": step, "loss": 3.0 / step, "lr": 0.002, "grad_norm": 0.9} for step in range(1, 20)]
-    write_metrics(folder, [*measured, *sft, *(rl(step) for step in range(1, 41))])
-    for name in ("base", "sft", "rl"):
-        store(folder / "rollouts" / f"eval_{name}.parquet", groups([0.0] * len(HOSTILE), HOSTILE))
-    store(folder / "rollouts" / "step_0040.parquet", groups([0.5, 0.9, 0.1, 0.7, 0.3], HOSTILE))
-    assert write_report(folder) == folder / "report.html"
-    return folder
-
-
-@pytest.fixture
-def run(finished: Path, tmp_path: Path) -> Path:
-    """A copy of it to change."""
-    return Path(shutil.copytree(finished, tmp_path / finished.name))
+from tests.report.runs import Page, evaluation, rl, write_metrics
 
 
 def test_a_finished_run(finished: Path) -> None:
@@ -155,81 +38,6 @@ def test_nothing_is_loaded_from_elsewhere(finished: Path) -> None:
     html = (finished / "report.html").read_text("utf-8")
     assert not re.search(r"https?:|src=|@import|url\((?!#)|href=\"(?!#)", html)
     assert Page(html).tags.isdisjoint({"script", "link", "img", "iframe", "object", "image"})
-
-
-def test_hostile_completions_are_text(run: Path) -> None:
-    config = "name: '</pre><script>alert(3)</script>'\n"
-    (run / "config.yaml").write_text(config)
-    (run / "summary.json").write_text(
-        json.dumps({"name": "<script>alert(4)</script>", "versions": {"<script>": "<b>"}})
-    )
-    phases = {
-        "stage": "rl",
-        "step": 41,
-        "seconds": {"<script>$": 1.0},
-        "parts": {"<script>$x_": 1.0, "b": 0.0},
-        "reward": 1.0,
-    }
-    write_metrics(run, [phases])
-    page = Page(write_report(run).read_text("utf-8"))
-    assert "script" not in page.tags
-    assert "img" not in page.tags
-    assert not any(name.startswith("on") for name in page.attributes)
-    for text in (*HOSTILE, config, "<script>alert(4)</script>", "<script>$x_"):
-        assert text in page.text
-
-
-def test_samples_stay_inside_their_fences(finished: Path) -> None:
-    text = (finished / "samples.md").read_text("utf-8")
-    assert text.startswith("# Samples of `reverse 2026-03-04 10:20`\n")
-    outside, fence, inside = [], "", ""
-    for line in text.split("\n"):
-        if fence:
-            inside += line + "\n"
-            if re.fullmatch(f"{fence}`*", line):
-                fence = ""
-        elif opened := re.fullmatch("(`{3,})text", line):
-            fence = opened[1]
-        else:
-            outside.append(line)
-    assert fence == ""
-    assert all(completion in inside for completion in HOSTILE)
-    assert not any(mark in line for line in outside for mark in ("<", "{{", "# heading", "[link]"))
-    assert {line for line in outside if line.startswith("## ")} == {"## Evaluation", "## RL step 40"}
-
-
-def test_samples_are_chosen_by_their_rules(tmp_path: Path) -> None:
-    store(tmp_path / "eval_base.parquet", groups([0.0] * 24))
-    store(tmp_path / "eval_rl.parquet", groups([1.0] * 24)[::-1])
-    cases = evaluation_cases(tmp_path)
-    assert [case.title for case in cases] == [f"task-{id}" for id in (0, 4, 8, 12, 16, 20)]
-    assert [(s.label, s.completion) for s in cases[1].samples] == [
-        ("base", "completion 4 of reward 0.0"),
-        ("after RL", "completion 4 of reward 1.0"),
-    ]
-    made = groups([0.5, 0.9, 0.1, 0.7, 0.3, 0.0])
-    made[5].rollouts[0].reward, made[5].rollouts[0].error = None, "TimeoutError"
-    store(tmp_path / "step_9999.parquet", groups([0.0]))
-    store(tmp_path / "step_10000.parquet", made)
-    (tmp_path / "step_10001.parquet").write_bytes(b"PAR1 and no more")
-    ((first, _), (step, last)) = step_cases(tmp_path)
-    assert (first, step) == (9999, 10000), "the newest that is whole, and the first, which is the middle one too"
-    assert [(case.title, case.prompt) for case in last] == [
-        ("Best: task-1", "prompt 1"),
-        ("Median: task-0", "prompt 0"),
-        ("Worst: task-2", "prompt 2"),
-        ("Failed: task-5", "prompt 5"),
-    ]
-    assert ("error", "TimeoutError") in last[3].samples[0].facts
-
-
-def test_a_long_completion_keeps_its_ends(tmp_path: Path) -> None:
-    store(tmp_path / "rollouts" / "step_0001.parquet", groups([0.0], ("first " + "x" * 100_000 + " last",)))
-    html = write_report(tmp_path).read_text("utf-8")
-    assert "first x" in html
-    assert "x last" in html
-    assert "characters left out" in html
-    assert len(html) < 40_000
 
 
 def test_an_empty_folder(tmp_path: Path) -> None:
@@ -342,10 +150,6 @@ def test_a_chart_with_many_names_says_how_many_it_left_out(tmp_path: Path) -> No
     assert "source 08" not in page.text
 
 
-def evaluation(name: str, step: int, **values: object) -> dict[str, object]:
-    return {"stage": "eval", "name": name, "step": step, "reward": 0.5, "reward_std": 0.1, "tasks": 4} | values
-
-
 def test_what_evaluations_find_right(tmp_path: Path) -> None:
     plain = [evaluation("base", 0, correct=0.1), evaluation("sft", 0, correct=0.2), evaluation("step", 2, correct=0.3)]
     write_metrics(tmp_path, [*plain, rl(1)])
@@ -433,6 +237,7 @@ def test_importing_is_cheap() -> None:
 
 # ---- what the page says of the run --------------------------------------------------------------------------------------
 
+
 CONFIG = """
 name: reverse
 eval: {pass_reward: 0.5}
@@ -482,38 +287,9 @@ def test_a_run_in_which_nothing_was_trained_says_so_in_large_letters(tmp_path: P
     )
 
 
-def test_samples_of_the_first_a_middle_and_the_last_step(tmp_path: Path) -> None:
-    for step in (1, 4, 5, 6, 9):
-        store(tmp_path / f"step_{step:04d}.parquet", groups([0.1 * step, 0.0, 0.05]))
-    assert [step for step, _ in step_cases(tmp_path)] == [1, 5, 9]
-    (tmp_path / "step_0005.parquet").write_bytes(b"PAR1")
-    (tmp_path / "step_0009.parquet").write_bytes(b"PAR1")
-    assert [(step, cases[0].samples[0].completion) for step, cases in step_cases(tmp_path)] == [
-        (1, "completion 0 of reward 0.1"), (6, "completion 0 of reward 0.6000000000000001"),
-    ]  # fmt: skip
-
-
-# ---- files that are not as a run writes them ------------------------------------------------------------------------------
-
-STEERING = "a\x1b[31mred\x07\x00\x9b2J\u202eevil\u2066\u200f\u2028end"
-ESCAPED = r"a\x1b[31mred\x07\x00\x9b2J\u202eevil\u2066\u200f\u2028end"
-
-
-def test_what_steers_a_terminal_is_shown_escaped(tmp_path: Path) -> None:
-    made = groups([0.5, 0.1], (STEERING + "\r\nline\tend",))
-    made[0].rollouts[0].reward_parts = {STEERING: 1.0}
-    made[1].rollouts[0].reward, made[1].rollouts[0].error = None, STEERING
-    store(tmp_path / "rollouts" / "step_0001.parquet", made)
-    write_metrics(tmp_path, [rl(1, parts={STEERING: 0.5, "\ud800": 1.0})])
-    report = write_report(tmp_path)
-    for text in (report.read_bytes().decode(), (tmp_path / "samples.md").read_bytes().decode()):
-        assert ESCAPED + "\\r\nline\tend" in text
-        assert text.count(ESCAPED) >= 3
-        assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]", text)
-    assert r"\ud800 1" in report.read_text("utf-8")
-
-
 DEEP = "[" * 100_000 + "]" * 100_000
+
+
 ODD = {
     "huge rewards": [rl(s, reward=1e308 * (-1) ** s, reward_std=1e308, parts={"a": 1.7e308, "b": -1.7e308}, grad_norm=1e-320) for s in range(1, 5)],
     "the largest float": [rl(s, reward=1.7976931348623157e308, reward_std=0.0, length=5e-324, truncated=1e308, seconds={"rollout": 1.7e308}) for s in (1, 2, 3)],

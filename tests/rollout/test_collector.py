@@ -5,14 +5,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from hybrid_rl.config import PolicyConfig, RolloutConfig
+from hybrid_rl.config import Config, PolicyConfig, RolloutConfig
 from hybrid_rl.engine.base import Completion, EngineError
 from hybrid_rl.engine.local import LocalEngine
 from hybrid_rl.handover import hand_over
 from hybrid_rl.policy.model import Policy
 from hybrid_rl.processes.ranks import Ranks
 from hybrid_rl.rollout.collector import Collector
-from hybrid_rl.rollout.generate import request_seed
+from hybrid_rl.rollout.generate import Generator, request_seed
 from hybrid_rl.rollout.rewards import RewardError, Scorer
 from hybrid_rl.types import Task
 from tests.ranks import on_ranks
@@ -43,7 +43,9 @@ def collect(
         {"_target_": f"tests.rewards.{reward}"} if isinstance(reward, str) else reward, workers=1, timeout=5
     )
     try:
-        collector = Collector(engine, TASKS, policy.tokenizer, scorer, config, seed)
+        collector = Collector(
+            Generator(engine, policy.tokenizer, scorer), TASKS, Config(rollout=config, seed=seed), seed
+        )
         return [collector.collect() for _ in range(steps)], collector
     finally:
         scorer.close()
@@ -171,7 +173,7 @@ def test_a_restored_collector_goes_on_with_the_same_groups(policy):
     engine.set_version(4)
     scorer = Scorer({"_target_": "tests.rewards.hash_of_answer"}, workers=1, timeout=5)
     try:
-        second = Collector(engine, TASKS, policy.tokenizer, scorer, CONFIG, 0)
+        second = Collector(Generator(engine, policy.tokenizer, scorer), TASKS, Config(rollout=CONFIG), 0)
         second.restore(first.state())
         assert fingerprint(second.collect()) == fingerprint(whole[2])
     finally:
@@ -196,7 +198,7 @@ def collect_on(ranks: Ranks, folder, reward: str) -> list[list[tuple]]:
     hand_over(policy, engine, 4)
     scorer = Scorer({"_target_": f"tests.rewards.{reward}"}, workers=1, timeout=5)
     try:
-        collector = Collector(engine, TASKS, policy.tokenizer, scorer, CONFIG, 0, ranks)
+        collector = Collector(Generator(engine, policy.tokenizer, scorer, ranks), TASKS, Config(rollout=CONFIG), 0)
         batches = [collector.collect() for _ in range(3)]
         return [fingerprint(batch) for batch in batches], engine.stats.sampled_tokens
     finally:

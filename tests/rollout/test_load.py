@@ -26,6 +26,7 @@ from hybrid_rl.policy.model import Policy
 from hybrid_rl.processes.ranks import Ranks
 from hybrid_rl.rl import train_rl
 from hybrid_rl.rollout.collector import Collector
+from hybrid_rl.rollout.generate import Generator
 from hybrid_rl.rollout.rewards import Scorer
 from hybrid_rl.run_folder.metrics import Metrics
 from hybrid_rl.types import Task
@@ -79,7 +80,8 @@ def test_ten_thousand_prompts_with_sixteen_completions_each(
     scorer, use, seen = Scorer({"_target_": "tests.rewards.hash_of_answer"}, 1, 30), Use(), set()
     try:
         scorer.check()
-        collector = Collector(Scripted(), tasks, policy.tokenizer, scorer, config, 0)  # type: ignore[arg-type]
+        generator = Generator(Scripted(), policy.tokenizer, scorer)  # type: ignore[arg-type]
+        collector = Collector(generator, tasks, Config(rollout=config), 0)
         start = time.perf_counter()
         for _ in range(100):
             batch = collector.collect()

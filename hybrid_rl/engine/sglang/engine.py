@@ -1,7 +1,7 @@
 """SGLang as the engine: its own process and memory, to which a handover copies the weights.
 
-The process is `hybrid_rl.engine.sglang.host`. What SGLang would take without a word or die of (unknown names, wrong shapes, ids outside
-the vocabulary, memory given back under running requests) is refused here, before it is asked.
+The process is `hybrid_rl.engine.sglang.host`. This module refuses what SGLang would accept silently or crash on:
+unknown names, wrong shapes, ids outside the vocabulary, memory released while requests run.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from hybrid_rl.engine.base import (
     request_seed,
 )
 from hybrid_rl.engine.sglang.interface import SEEDS, sampling_parameters, server_arguments, unusable
+from hybrid_rl.engine.sglang.options import SGLangOptions
 from hybrid_rl.engine.sglang.process import HostProcess
 from hybrid_rl.engine.sglang.weights import ModelShapes, payload
 from hybrid_rl.processes import hangs
@@ -38,12 +39,12 @@ from hybrid_rl.processes.ranks import Ranks
 
 FRESH = "the engine is new; hand its weights over with update_weights() first"
 SLEPT = "the weights were given back; hand them over with update_weights() first"
-NEARLY = 0.9  # of the bytes by arithmetic: allocators round
+NEARLY = 0.9  # the share of the computed bytes that must come free: allocators round
 UNFINISHED = "the last weight update did not finish; hand the weights over again"
 
 
 class _Run:
-    """Requests under way: those without an answer yet, and the completions that wait to be asked for."""
+    """Hold the requests of one `generate`: those without an answer yet, and completions that are not yet yielded."""
 
     def __init__(self, requests: Sequence[Request], number: int = 0, max_tokens: int = 0):
         self.number, self.max_tokens, self.clock = number, max_tokens, time.perf_counter()
@@ -53,42 +54,42 @@ class _Run:
 
 
 class SGLangEngine:
-    """`slots` completions at a time, each of at most `capacity` tokens, prompt included; the model is read from `folder`.
+    """SGLang in its own process: up to `slots` completions at a time, each of up to `capacity` tokens with its prompt.
 
-    The ranks of a `team` make one engine with tensor parallelism: its first rank has SGLang's process, which computes on the devices of
-    all of them. The cache holds `slots` full completions; on a GPU fewer where weights and cache would take more than `memory_fraction` of
-    what is free. Without `deterministic` a request's tokens depend on what else runs and on `seed`, which must differ between engines;
-    each restart takes another stream. `timeout` s without an answer or progress is death. SGLang's own output goes to the file `log`.
-    `extra` are more arguments of `sglang.Engine`, and win. Raises EngineError if SGLang is missing or has not started within
-    `start_timeout` s.
+    `folder` holds the model. The ranks of a `team` make one engine with tensor parallelism: its first rank starts
+    SGLang's process, which computes on the devices of all of them. The KV cache holds `slots` full completions; on a
+    GPU it holds fewer if weights and cache would take more than `options.memory_fraction` of the free memory.
+
+    Raises EngineError if SGLang is missing, or has not started within `options.start_timeout` seconds.
     """
 
     def __init__(
-        self, folder: str | Path, end_ids: frozenset[int], slots: int, capacity: int, device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32, *, team: Ranks | None = None, memory_fraction: float = 0.5, deterministic: bool = True,
-        timeout: float = 300.0, start_timeout: float = 1800.0, seed: int = 0, log: Path | None = None,
-        extra: Mapping[str, Any] | None = None,
-    ):  # fmt: skip
+        self,
+        folder: str | Path,
+        end_ids: frozenset[int],
+        slots: int,
+        capacity: int,
+        options: SGLangOptions | None = None,
+        team: Ranks | None = None,
+    ):
         if problem := unusable():
             raise EngineError(problem)
-        self.slots, self.capacity, self.dtype, self.team = slots, capacity, dtype, team or Ranks()
+        self.options = options = options or SGLangOptions()
+        self.slots, self.capacity, self.dtype, self.team = slots, capacity, options.dtype, team or Ranks()
         self.version = -1
         self.stats = EngineStats()
-        self._device, self._ends = torch.device(device), sorted(end_ids)
-        self._limits = (start_timeout, timeout)
+        self._ends = sorted(end_ids)
         self._checkpoint = ModelShapes.read(Path(folder))
-        defaults = server_arguments(
-            str(folder), self._ends, slots=slots, tokens=(slots + 1) * capacity + 64, dtype=dtype, device=self._device,
-            ranks=self.team.world, memory_fraction=memory_fraction, deterministic=deterministic,
-        )  # fmt: skip
-        self._arguments, self._seed, self._starts, self._log = defaults | dict(extra or {}), seed, 0, log
+        kv_tokens = (slots + 1) * capacity + 64
+        defaults = server_arguments(str(folder), self._ends, slots, kv_tokens, options, self.team.world)
+        self._arguments, self._starts = defaults | dict(options.arguments), 0
         self._share_key()
-        self._host: HostProcess | None = None  # of the first rank of a team alone
+        self._host: HostProcess | None = None  # only on the first rank of a team
         self._broken: EngineError | None = None
         self._start()
 
     def _share_key(self) -> None:
-        """Tensors in the host's memory are shared by those who know one key; SGLang's processes get that of the team's first rank."""
+        """Give the team the key of its first rank: processes that share tensors in host memory must know one key."""
         if self.team.world > 1:
             multiprocessing.current_process().authkey = self.team.from_main(
                 lambda: bytes(multiprocessing.current_process().authkey)
@@ -96,40 +97,43 @@ class SGLangEngine:
 
     def _start(self) -> None:
         self._asleep: set[str] = set()
-        self._filters: tuple[bool, int, float] | None = None  # of the run before
+        self._filters: tuple[bool, int, float] | None = None  # of the previous `generate`
         self._run = _Run([])
         facts = self.team.from_main(self._new_host)
         if self.capacity > facts["input"]:
             self.close()
-            room = facts["input"]
             raise EngineError(
-                f"completions of {self.capacity} tokens, prompt included: SGLang has room for {room}, by model or memory"
+                f"completions of {self.capacity} tokens, prompt included: SGLang has room for {facts['input']}, "
+                "by model or memory; lower rollout.max_prompt_tokens or rollout.max_tokens"
             )
         self.stats.peak_kv_bytes = self._checkpoint.kv_bytes(facts["tokens"], self.dtype)
 
     def _new_host(self) -> dict[str, Any]:
-        seed = request_seed(self._seed, "engine", self._starts) % SEEDS
+        o = self.options
+        seed = request_seed(o.seed, "engine", self._starts) % SEEDS  # each restart takes another stream
         self._starts += 1
-        self._host = HostProcess({"random_seed": seed} | self._arguments, *self._limits, self._log)
+        self._host = HostProcess({"random_seed": seed} | self._arguments, o.start_timeout, o.timeout, o.log)
         return self._host.facts
 
     def restart(self) -> None:
         if self._died:
             self._start()
-            self.version, self._broken = -1, EngineError(FRESH)  # what the folder holds is older than the policy
+            self.version, self._broken = -1, EngineError(FRESH)  # the folder's weights are older than the policy's
 
     @property
     def _died(self) -> bool:
-        """Whether the process of the team is dead."""
+        """Return whether the team's process is dead. Collective within the team."""
         return self.team.from_main(lambda: self._host is None or self._host.dead)
 
-    # ---- sampling -------------------------------------------------------------------------------------------------------
+    # ---- sampling ---------------------------------------------------------------------------------------------------
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
         if self._asleep or self._broken:
             raise self._broken or EngineError(f"generate() while {sorted(self._asleep)} sleep; wake() them first")
         if requests and not self.team.main:
-            raise EngineError("generate() on a rank whose engine another rank asks")
+            raise EngineError(
+                "generate() on a rank whose engine another rank asks; only the first rank of a team samples"
+            )
         self._idle("generate()")
         for request in requests:
             self._check(request, sampling)
@@ -145,7 +149,7 @@ class SGLangEngine:
     def _prefixes(
         self, items: Sequence[tuple[int, list[int], dict[str, Any]]]
     ) -> list[tuple[list[int], dict[str, Any], list[int]]]:
-        """The prompts of several requests, for the parameters of the first of them, and their positions."""
+        """Return each prompt that several requests share, sampling parameters for it, and the requests' positions."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for position, request in self._run.open.items():
             groups.setdefault(tuple(request.prompt_ids), []).append(position)
@@ -153,8 +157,11 @@ class SGLangEngine:
         return [(list(prompt), items[positions[0]][2], positions) for prompt, positions in shared]
 
     def _change_filters(self, filters: tuple[bool, int, float]) -> None:
-        """A batch that once held a greedy or filtered row draws from sorted probabilities as long as it lives, and the same seed then
-        gives other tokens: new requests must not join it."""
+        """Flush SGLang if `filters` differ from those of the previous `generate`, so that no request joins its batch.
+
+        A batch that ever held a greedy or filtered row draws from sorted probabilities for the rest of its life, and
+        the same seed then gives other tokens.
+        """
         before, self._filters = self._filters, filters
         if before not in (None, filters):
             try:
@@ -184,7 +191,7 @@ class SGLangEngine:
         return aborted
 
     def _next(self, run: _Run) -> bool:
-        """Take in one message of a run; returns False at its end by abort."""
+        """Handle one message of a run. Return False when an abort has ended it."""
         try:
             kind, number, *rest = self._own.receive()
         except EngineDied as error:
@@ -192,7 +199,7 @@ class SGLangEngine:
         hangs.progress()
         if kind == "computed":
             self.stats.computed_prompt_tokens += rest[0]
-        if number != run.number or kind in ("progress", "computed"):  # of a run that ended in an error
+        if number != run.number or kind in ("progress", "computed"):  # or left from a run that ended in an error
             return True
         if kind == "aborted":
             return False
@@ -210,7 +217,7 @@ class SGLangEngine:
 
     def _completion(
         self, request: Request, ids: list[int], logprobs: list[float], facts: dict[str, Any], max_tokens: int
-    ) -> Completion:  # fmt: skip
+    ) -> Completion:
         prompt = facts["prompt_tokens"]
         self.stats.sampled_tokens += len(ids)
         self.stats.prompt_tokens += prompt
@@ -223,42 +230,42 @@ class SGLangEngine:
         for version, count in facts["versions"]:
             versions = append_version(versions, version, count)
         whole, reason = [*request.sampled_ids, *ids], facts["finish_reason"]
-        if (
-            reason == "abort" and ids and (ids[-1] in self._ends or len(whole) >= max_tokens)
-        ):  # it ended in the very step of the abort
+        ended = ids and (ids[-1] in self._ends or len(whole) >= max_tokens)
+        if reason == "abort" and ended:  # by itself, in the very step of the abort
             reason = "stop" if ids[-1] in self._ends else "length"
         return Completion(request.id, whole, [*request.sampled_logprobs, *logprobs], versions, reason)
 
     def _parameters(self, request: Request, sampling: Sampling) -> dict[str, Any]:
         left = sampling.max_tokens - len(request.sampled_ids)
-        return sampling_parameters(sampling.temperature, sampling.top_k, sampling.top_p, self._ends, left, request.seed)
+        return sampling_parameters(sampling, self._ends, left, request.seed)
 
     def _check(self, request: Request, sampling: Sampling) -> None:
         check_request(request, sampling, self.capacity)
         ids = (*request.prompt_ids, *request.sampled_ids)
         if not 0 <= min(ids) <= max(ids) < self._checkpoint.vocabulary:
             raise EngineError(
-                f"request {request.id} has an id outside the vocabulary of {self._checkpoint.vocabulary}: {min(ids)} … {max(ids)}"
+                f"request {request.id} has an id outside the vocabulary of {self._checkpoint.vocabulary}: "
+                f"{min(ids)} … {max(ids)}"
             )
 
     def _idle(self, what: str) -> None:
         if self._run.open:
             raise EngineError(f"{what} while requests are running; exhaust generate() or abort() first")
 
-    # ---- memory ---------------------------------------------------------------------------------------------------------
+    # ---- memory -----------------------------------------------------------------------------------------------------
 
     def sleep(self, tags: Iterable[str] = (KV_CACHE,)) -> int:
-        """What the weights were is gone: after they slept, generate() wants an update_weights() first."""
+        """Release memory. Weights that slept are lost: `generate` then needs an `update_weights` first."""
         wanted = known_tags(tags)
         self._idle("sleep()")
         if not (wanted := wanted - self._asleep):
             return 0
-        before = self.team.on_all(self._used)  # no rank's memory goes before all have looked
+        before = self.team.on_all(self._used)  # before the memory of any rank is released
         self._call("release", sorted(wanted))
         self._asleep |= wanted
         if WEIGHTS in wanted:
             self._broken = EngineError(SLEPT)
-        return given_back(self._used, before, self._owed(wanted), self._limits[1])
+        return given_back(self._used, before, self._owed(wanted), self.options.timeout)
 
     def wake(self, tags: Iterable[str] = (KV_CACHE,)) -> None:
         wanted = known_tags(tags) & self._asleep
@@ -267,17 +274,20 @@ class SGLangEngine:
             self._asleep.discard(tag)
 
     def _owed(self, tags: set[str]) -> int:
-        """Bytes that must come free on this rank's GPU. On the CPU pages that were never written take none, so nothing can be asked for;
-        nor of types of SGLang's own choosing."""
-        if self._device.type == "cpu" or self._arguments.keys() & {"kv_cache_dtype", "quantization"}:
+        """Return the bytes that must come free on this rank's GPU, or 0 if they cannot be known.
+
+        They are unknown on the CPU, where pages that were never written take no memory, and for dtypes that SGLang
+        chooses.
+        """
+        if self.options.device.type == "cpu" or self._arguments.keys() & {"kv_cache_dtype", "quantization"}:
             return 0
         whole = {KV_CACHE: self.stats.peak_kv_bytes, WEIGHTS: self._checkpoint.weight_bytes(self.dtype)}
         return sum(whole[tag] for tag in tags) // self.team.world
 
     def _used(self) -> int:
-        """Bytes of this rank's device in use; on the CPU those of SGLang's processes."""
-        if self._device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(self._device)
+        """Return the bytes in use on this rank's device; on the CPU, those of SGLang's processes."""
+        if self.options.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.options.device)
             return total - free
         return self._host.resident() if self._host else 0
 
@@ -287,7 +297,7 @@ class SGLangEngine:
         if self._host:
             self._host.close()
 
-    # ---- weights --------------------------------------------------------------------------------------------------------
+    # ---- weights ----------------------------------------------------------------------------------------------------
 
     def shares(self, module: nn.Module) -> bool:
         return False
@@ -307,7 +317,7 @@ class SGLangEngine:
         try:
             for names, payloads in self._payloads(buckets):
                 self._call("load", payloads)  # read by all of SGLang's ranks when this returns
-                if self._device.type == "cuda":  # what they have let go of; torch keeps it otherwise
+                if self.options.device.type == "cuda":  # frees what they let go of; torch keeps it otherwise
                     torch.cuda.ipc_collect()
                 missing -= names
             if missing:
@@ -323,44 +333,52 @@ class SGLangEngine:
         self._broken = None
 
     def _payloads(self, buckets: Iterable[dict[str, Tensor]]) -> Iterator[tuple[set[str], list[bytes]]]:
-        """For each bucket the checkpoint's names, and where its copies lie on the devices of the whole team. An error of one rank is one of all."""
+        """Yield each bucket's names in the checkpoint, and every rank's pickled copy of it. Collective in the team.
+
+        An error on one rank is raised on all.
+        """
         walk = iter(buckets)
 
         def next_one() -> tuple[set[str], bytes] | None:
             for bucket in walk:
                 if named := [(self._checkpoint.own_name(name, tensor), tensor) for name, tensor in bucket.items()]:
-                    return {name for name, _ in named}, payload(named, self._device, self.dtype)
+                    return {name for name, _ in named}, payload(named, self.options.device, self.dtype)
             return None
 
         while (made := self.team.on_all(next_one)) is not None:
             yield made[0], self.team.all_gather(made[1])
 
     def weights(self) -> dict[str, Tensor]:
-        """Read back through a file, by the checkpoint's names. Raises EngineError for one that SGLang stores in another form."""
+        """Return the weights, read back through files, by the checkpoint's names; {} on a team's other ranks.
+
+        Raises EngineError for a weight that SGLang stores in another form.
+        """
         if WEIGHTS in self._asleep:
             raise EngineError("weights() while they sleep; wake() them first")
 
         def read() -> dict[str, Tensor]:
             with tempfile.TemporaryDirectory() as folder:
-                self._own.call("save", folder, limit=self._limits[0])  # the disk's time, not the engine's
+                self._own.call(
+                    "save", folder, limit=self.options.start_timeout
+                )  # the disk takes this time, not the engine
                 return self._checkpoint.whole(Path(folder))
 
         held: list[dict[str, Tensor]] = []
         self._together(lambda: held.append(read()))
         return held[0] if held else {}
 
-    # ---- the other process ----------------------------------------------------------------------------------------------
+    # ---- the other process ------------------------------------------------------------------------------------------
 
     @property
     def _own(self) -> HostProcess:
-        assert self._host is not None  # a rank that only follows asks nothing
+        assert self._host is not None  # only a team's first rank calls the process
         return self._host
 
     def _call(self, operation: str, *arguments: object) -> None:
         self._together(lambda: self._own.call(operation, *arguments))
 
     def _together(self, function: Callable[[], None]) -> None:
-        """The team's first rank calls `function`, and the others wait for it."""
+        """Call `function` on the team's first rank while the others wait for it."""
         try:
             self.team.from_main(function)
         except EngineDied as error:
@@ -379,16 +397,17 @@ class SGLangEngine:
 
 
 def given_back(used: Callable[[], int], before: int, owed: int, limit: float) -> int:
-    """Wait until `used()` is less than `before` by nearly `owed` bytes, and return by how many. SGLang may answer before memory is free.
+    """Wait until `used()` has fallen below `before` by nearly `owed` bytes, and return by how many it has.
 
-    Raises EngineError after `limit` s: the trainer would run out of memory, far from the cause.
+    SGLang may answer before its memory is free. Raises EngineError after `limit` seconds: otherwise the trainer would
+    run out of memory later, far from the cause.
     """
     deadline = time.monotonic() + limit
     while (freed := before - used()) < NEARLY * owed:
         if time.monotonic() > deadline:
             raise EngineError(
-                f"SGLang said that it had given back {owed / 2**30:.2f} GiB, and {max(freed, 0) / 2**30:.2f} GiB have come free within "
-                f"engine.timeout={limit:g} s"
+                f"SGLang said that it had given back {owed / 2**30:.2f} GiB, and {max(freed, 0) / 2**30:.2f} GiB have "
+                f"come free within engine.timeout={limit:g} s"
             )
         time.sleep(0.005)
     return max(freed, 0)

@@ -1,13 +1,20 @@
-"""The process that owns `sglang.Engine`: it does what messages ask for and ends with whoever started it.
+"""The process that owns `sglang.Engine`: it does what messages ask for, and ends when the process that started it ends.
 
-SGLang expects a process of its own: it sets signal handlers, environment variables and the start method of processes, kills
-every child when it shuts down, and kills the process that called it when its scheduler dies. Here that harms nobody.
+SGLang expects a process of its own: it sets signal handlers, environment variables and the start method of processes,
+kills every child when it shuts down, and kills the process that called it when its scheduler dies.
 
-Messages in: ("generate", run, [(position, input ids, sampling parameters)…], prefixes), ("abort", run), (operation, *arguments) of `_Host.operations`.
-A prefix, (input ids, sampling parameters, positions), is computed before the requests at these positions begin.
-Messages out: ("ready", facts) or ("failed", why) once; ("progress", run) at times while the scheduler is at work; ("computed", run, number
-of prompt tokens) for each prefix; ("finished", run, position, ids, log-probabilities, facts) or
-("refused", run, position, why) for each request; ("aborted", run) when nothing runs any more; ("done", None) or ("failed", why) for each operation.
+Messages in:
+    ("generate", run, [(position, input ids, sampling parameters)…], prefixes)
+        a prefix, (input ids, sampling parameters, positions), is computed before the requests at these positions begin
+    ("abort", run)
+    (operation, *arguments)                                 one of `_Host.operations`
+Messages out:
+    ("ready", facts) or ("failed", why)                     once, after the start
+    ("progress", run)                                       at times, while the scheduler is at work
+    ("computed", run, prompt tokens)                        for each prefix
+    ("finished", run, position, ids, log-probabilities, facts) or ("refused", run, position, why)    for each request
+    ("aborted", run)                                        when nothing runs any more
+    ("done", None) or ("failed", why)                       for each operation
 """
 
 from __future__ import annotations
@@ -29,15 +36,11 @@ import psutil
 
 from hybrid_rl.engine.sglang.interface import RunningEngine
 
-IDLE_SECONDS = 60.0  # that the scheduler has to become idle after its last answer
-PROGRESS_SECONDS = 0.5  # between two looks at whether it has said anything
-ORPHAN_SECONDS = 20.0  # to end in order after whoever started this process has gone
-ABORTED = {
-    "finish_reason": "abort",
-    "prompt_tokens": 0,
-    "cached_tokens": 0,
-    "versions": [],
-}  # facts of a request that never began
+IDLE_SECONDS = 60.0  # within which the scheduler must become idle after its last answer
+PROGRESS_SECONDS = 0.5  # between two checks of whether the scheduler has answered
+ORPHAN_SECONDS = 20.0  # for an orderly end after the process that started this one has ended
+# facts of a request that never began
+ABORTED = {"finish_reason": "abort", "prompt_tokens": 0, "cached_tokens": 0, "versions": []}
 
 
 class _Host:
@@ -47,12 +50,18 @@ class _Host:
         self.watching: asyncio.Task[None] | None = None
         self.aborting = False
         self.operations: dict[str, Callable[..., Awaitable[None]]] = {
-            "release": self.release, "resume": engine.resume, "begin": engine.begin, "load": engine.load, "end": engine.end,
-            "version": self.version, "flush": self.flush, "save": self.save,
-        }  # fmt: skip
+            "release": self.release,
+            "resume": engine.resume,
+            "begin": engine.begin,
+            "load": engine.load,
+            "end": engine.end,
+            "version": self.version,
+            "flush": self.flush,
+            "save": self.save,
+        }
 
     async def serve(self) -> None:
-        """Until the other side closes the connection."""
+        """Handle messages until the other side closes the connection."""
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -79,14 +88,20 @@ class _Host:
                     self.connection.send(("failed", f"{kind}: {error}"))
 
     async def compute(self, run: int, input_ids: list[int], parameters: dict[str, Any]) -> None:
-        """Requests that come at once would each compute the prefix that they share."""
-        with suppress(Exception):  # what is wrong with it they will say
+        """Compute a shared prefix first: requests that arrive together would each compute it."""
+        with suppress(Exception):  # its requests will then raise the same
             _, _, facts = await self.engine.generate(input_ids, parameters | {"max_new_tokens": 1})
             self.connection.send(("computed", run, facts["prompt_tokens"] - facts["cached_tokens"]))
 
     async def sample(
-        self, run: int, position: int, input_ids: list[int], parameters: dict[str, Any], prefix: asyncio.Task[None] | None
-    ) -> None:  # fmt: skip
+        self,
+        run: int,
+        position: int,
+        input_ids: list[int],
+        parameters: dict[str, Any],
+        prefix: asyncio.Task[None] | None,
+    ) -> None:
+        """Sample one request, after its prefix, and send the result."""
         if prefix:
             await prefix
             if self.aborting:
@@ -100,7 +115,7 @@ class _Host:
         self.connection.send(("finished", run, position, ids, logprobs, facts))
 
     async def watch(self, run: int, tasks: set[asyncio.Task[None]]) -> None:
-        """The scheduler speaks every few dozen tokens of a completion: while it does, nobody has to worry about long ones."""
+        """Report progress while the scheduler answers, which it does every few dozen tokens of a completion."""
         heard = self.engine.heard
         while not all(task.done() for task in tasks):
             await asyncio.sleep(PROGRESS_SECONDS)
@@ -109,25 +124,25 @@ class _Host:
 
     async def abort(self, run: int) -> None:
         self.aborting = True
-        while self.running:  # again, since a request may be on its way to the scheduler
+        while self.running:  # repeat, since a request may still be on its way to the scheduler
             self.engine.abort()
             await asyncio.wait(self.running, timeout=0.1)
             self.running = {task for task in self.running if not task.done()}
         self.connection.send(("aborted", run))
 
-    # ---- operations: a wrong answer raises -------------------------------------------------------------------------------
+    # ---- operations; they raise if SGLang refuses -------------------------------------------------------------------
 
     async def release(self, tags: list[str]) -> None:
         await self.flush()
         await self.engine.release(tags)
 
     async def version(self, version: int) -> None:
-        """Forget what was computed under the weights before, and name those that are there now."""
+        """Drop what was computed under the old weights, and set the version of the new ones."""
         await self.flush()
         await self.engine.set_version(version)
 
     async def flush(self) -> None:
-        """Forget computed prefixes, once the scheduler is idle: it may be a step ahead of the last request that it answered."""
+        """Drop computed prefixes once the scheduler is idle; it may still run a step after its last answer."""
         deadline = time.monotonic() + IDLE_SECONDS
         while not await self.engine.flush():
             if time.monotonic() > deadline:
@@ -139,10 +154,10 @@ class _Host:
 
 
 def _end_with(parent: int, leaves: list[str]) -> None:
-    """Where the process that started this one is gone: the end in order gets its time, then everything ends."""
+    """Wait until the process that started this one has ended, allow an orderly end, then kill everything."""
     while os.getppid() == parent:
         time.sleep(0.5)
-    deadline = time.monotonic() + (ORPHAN_SECONDS if leaves else 0)  # none while it still starts
+    deadline = time.monotonic() + (ORPHAN_SECONDS if leaves else 0)  # no wait while the engine still starts
     while time.monotonic() < deadline:
         time.sleep(0.5)
     for child in psutil.Process().children(recursive=True):
@@ -164,7 +179,7 @@ def main() -> None:
         key, arguments = connection.recv()
     except (EOFError, OSError):
         return
-    multiprocessing.current_process().authkey = key  # tensors are shared by those who know it
+    multiprocessing.current_process().authkey = key  # processes that share tensors must know the same key
     try:
         engine = RunningEngine(arguments)
     except Exception as error:

@@ -1,8 +1,8 @@
-"""All that hybrid_rl uses of SGLang by name: modules, methods, arguments, fields. Most of it is private, so a new version may break it.
+"""All that hybrid_rl uses of SGLang by name: modules, methods, arguments, fields. Most are private and may change.
 
-`lacking` compares these names with the installed version; the tests call it too. What no signature shows (the names of stored weights,
-in `weights`) is compared with the policy at the first handover. Nothing is imported before an engine starts: importing SGLang takes
-seconds and patches transformers, so only its own process does it.
+`lacking` compares these names with the installed version; the tests call it too. The names of stored weights, which no
+signature shows, are compared with the policy at the first handover (module `weights`). Importing SGLang takes seconds
+and patches transformers, so only its own process imports it, when an engine starts.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ from packaging.version import InvalidVersion, Version
 if TYPE_CHECKING:
     import torch
 
+    from hybrid_rl.engine.base import Sampling
+    from hybrid_rl.engine.sglang.options import SGLangOptions
+
 OLDEST, TESTED = "0.5.21", "0.5.23"
-SEEDS = 2**32  # numpy.random.seed, which SGLang calls with random_seed, takes less
+SEEDS = 2**32  # exclusive bound of random_seed, which SGLang gives to numpy.random.seed
 INSTALL = "pip install -e '.[sglang]'"
 
 _MANAGER = "sglang.srt.managers.tokenizer_manager:TokenizerManager"
@@ -49,24 +52,43 @@ CALLS: Mapping[str, tuple[str, ...]] = {
     f"{_MESSAGES}:EndWeightUpdateReqInput": (),
     f"{_MESSAGES}:UpdateWeightVersionReqInput": ("new_version",),
     "sglang.srt.sampling.sampling_params:SamplingParams": (
-        "temperature", "top_k", "top_p", "stop_token_ids", "max_new_tokens", "sampling_seed",
+        "temperature",
+        "top_k",
+        "top_p",
+        "stop_token_ids",
+        "max_new_tokens",
+        "sampling_seed",
     ),
-    "sglang.srt.weight_sync.tensor_bucket:FlattenedTensorMetadata": ("name", "shape", "dtype", "start_idx", "end_idx", "numel"),
+    "sglang.srt.weight_sync.tensor_bucket:FlattenedTensorMetadata": (
+        "name",
+        "shape",
+        "dtype",
+        "start_idx",
+        "end_idx",
+        "numel",
+    ),
     "sglang.srt.managers.load_snapshot:shm_path_for": (),
-}  # fmt: skip
+}
 TAGS = ("kv_cache", "weights")  # of memory that can be given back
 
-# Over a thousand variables switch parts of SGLang, among them temperatures of log-probabilities, limits of tokens, and listening ports; new
-# versions add more, and PYTORCH_*ALLOC_CONF can keep memory from being given back. Its process gets those alone that name the machine and
-# places for files.
+# Over a thousand environment variables switch parts of SGLang, among them temperatures of log-probabilities, limits of
+# tokens, and listening ports; new versions add more, and PYTORCH_*ALLOC_CONF can keep memory from being released.
+# SGLang's process gets only those that describe the machine and places for files.
 SWITCHES = ("SGLANG_", "SGL_", "PYTORCH_", "TMS_", "FLASHINFER_NVFP4", "ROCM_QUICK_REDUCE")  # TMS: torch_memory_saver
 KEPT = (
-    "SGLANG_USE_CPU_ENGINE", "SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_PLATFORM", "SGLANG_PLUGINS", "SGLANG_CACHE_DIR", "SGLANG_JIT_CACHE_DIR",
-    "SGLANG_DG_CACHE_DIR", "SGLANG_CUTE_AOT_CACHE_DIR", "SGLANG_NCCL_SO_PATH",
-)  # fmt: skip
+    "SGLANG_USE_CPU_ENGINE",
+    "SGLANG_CPU_OMP_THREADS_BIND",
+    "SGLANG_PLATFORM",
+    "SGLANG_PLUGINS",
+    "SGLANG_CACHE_DIR",
+    "SGLANG_JIT_CACHE_DIR",
+    "SGLANG_DG_CACHE_DIR",
+    "SGLANG_CUTE_AOT_CACHE_DIR",
+    "SGLANG_NCCL_SO_PATH",
+)
 
 
-# ---- what is installed -----------------------------------------------------------------------------------------------------
+# ---- what is installed ----------------------------------------------------------------------------------------------
 
 
 def installed() -> str | None:
@@ -79,7 +101,7 @@ def installed() -> str | None:
 
 
 def unusable() -> str | None:
-    """Return why engine=sglang cannot run here, as far as that is known without importing SGLang; None if nothing is known."""
+    """Return why engine=sglang cannot run here, or None if no reason is known without importing SGLang."""
     version = installed()
     if version is None:
         return f"SGLang is not installed; {INSTALL}, or engine=local"
@@ -90,7 +112,7 @@ def unusable() -> str | None:
 
 
 def lacking(arguments: Iterable[str]) -> list[str]:
-    """Return the names that hybrid_rl uses and the installed SGLang does not have; `arguments` are those of its engine."""
+    """Return the names that hybrid_rl uses and the installed SGLang lacks; `arguments` are those of its engine."""
     missing = []
     for path, parameters in CALLS.items():
         module, _, attribute = path.partition(":")
@@ -114,42 +136,56 @@ def lacking(arguments: Iterable[str]) -> list[str]:
     return missing + [f"memory tag {tag!r}" for tag in TAGS if tag not in tags]
 
 
-# ---- what it is given ------------------------------------------------------------------------------------------------------
+# ---- what it is given -----------------------------------------------------------------------------------------------
 
 
 def withheld() -> list[str]:
-    """Return the variables of this process' environment that SGLang does not get because they could change what it samples or gives back."""
+    """Return the environment variables that SGLang does not get: they could change its samples or keep its memory."""
     return sorted(name for name in os.environ if name.startswith(SWITCHES) and name not in KEPT)
 
 
 def server_arguments(
-    folder: str, end_ids: Sequence[int], *, slots: int, tokens: int, dtype: torch.dtype, device: torch.device, ranks: int = 1,
-    memory_fraction: float = 0.5, deterministic: bool = True,
-) -> dict[str, Any]:  # fmt: skip
-    """Return the arguments of an engine that runs `slots` requests at a time; `tokens` is the size of its KV cache, on a GPU the largest."""
+    folder: str, end_ids: Sequence[int], slots: int, kv_tokens: int, options: SGLangOptions, ranks: int = 1
+) -> dict[str, Any]:
+    """Return the arguments of an engine on `ranks` devices that runs `slots` requests at a time.
+
+    `kv_tokens` is the size of its KV cache; on a GPU, the largest that it may take.
+    """
+    device = options.device
     arguments: dict[str, Any] = {
-        "model_path": folder, "dtype": str(dtype).removeprefix("torch."), "skip_tokenizer_init": True,
-        "max_running_requests": slots, "enable_memory_saver": True, "enable_deterministic_inference": deterministic,
-        "weight_version": "-1", "log_level": "error", "tp_size": ranks,
+        "model_path": folder,
+        "device": device.type,
+        "dtype": str(options.dtype).removeprefix("torch."),
+        "tp_size": ranks,
+        "max_running_requests": slots,
+        "max_total_tokens": kv_tokens,
+        "enable_deterministic_inference": options.deterministic,
+        "enable_memory_saver": True,
+        "skip_tokenizer_init": True,
+        "json_model_override_args": json.dumps({"eos_token_id": list(end_ids)}),
+        "weight_version": "-1",
+        "log_level": "error",
         "sleep_on_idle": True,  # otherwise its loop keeps a core busy during training
-        "json_model_override_args": json.dumps({"eos_token_id": list(end_ids)}), "device": device.type, "max_total_tokens": tokens,
-    }  # fmt: skip
+    }
     if device.type == "cpu":
         return arguments | {
             "attention_backend": "torch_native",
             "sampling_backend": "pytorch",
             "disable_cuda_graph": True,
         }
-    return arguments | {"mem_fraction_static": memory_fraction, "base_gpu_id": device.index or 0}
+    return arguments | {"mem_fraction_static": options.memory_fraction, "base_gpu_id": device.index or 0}
 
 
-def sampling_parameters(
-    temperature: float, top_k: int, top_p: float, end_ids: Sequence[int], max_tokens: int, seed: int
-) -> dict[str, Any]:  # fmt: skip
+def sampling_parameters(sampling: Sampling, end_ids: Sequence[int], max_tokens: int, seed: int) -> dict[str, Any]:
+    """Return the parameters of one request that may sample `max_tokens` more tokens."""
     return {
-        "temperature": temperature, "top_k": top_k or -1, "top_p": top_p, "stop_token_ids": list(end_ids), "max_new_tokens": max_tokens,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k or -1,
+        "top_p": sampling.top_p,
+        "stop_token_ids": list(end_ids),
+        "max_new_tokens": max_tokens,
         "sampling_seed": seed % 2**63,
-    }  # fmt: skip
+    }
 
 
 def flat_bucket(named: Sequence[tuple[str, torch.Tensor]]) -> dict[str, Any]:
@@ -175,7 +211,7 @@ def flat_bucket(named: Sequence[tuple[str, torch.Tensor]]) -> dict[str, Any]:
     }
 
 
-# ---- a running engine ------------------------------------------------------------------------------------------------------
+# ---- a running engine -----------------------------------------------------------------------------------------------
 
 
 class RunningEngine:
@@ -185,7 +221,8 @@ class RunningEngine:
         """Start it. Raises RuntimeError naming what the installed version lacks."""
         if missing := lacking(arguments):
             raise RuntimeError(
-                f"SGLang {installed()} has no {', '.join(missing)}; hybrid_rl needs {OLDEST} or newer and is tested with {TESTED}"
+                f"SGLang {installed()} has no {', '.join(missing)}; "
+                f"hybrid_rl needs {OLDEST} or newer and is tested with {TESTED}"
             )
         import sglang
 
@@ -198,26 +235,27 @@ class RunningEngine:
         self.input_limit: int = info["max_req_input_len"]
         self.cache_tokens: int = info["max_total_num_tokens"]
         shm_path_for = importlib.import_module("sglang.srt.managers.load_snapshot").shm_path_for
-        self.leaves: list[str] = [
-            shm_path_for(self._engine.port_args.instance_id)
-        ]  # files in shared memory that SGLang does not remove
+        # files in shared memory that SGLang does not remove
+        self.leaves: list[str] = [shm_path_for(self._engine.port_args.instance_id)]
 
     @property
     def heard(self) -> float:
-        """When the scheduler last answered."""
+        """The time at which the scheduler last answered."""
         return self._manager.last_receive_tstamp
 
     async def generate(
         self, input_ids: list[int], parameters: dict[str, Any]
     ) -> tuple[list[int], list[float], dict[str, Any]]:
-        """Return token ids, their log-probabilities, and facts: finish reason, numbers of prompt tokens, versions of the weights."""
+        """Return token ids, log-probabilities, and facts: finish reason, prompt tokens, versions of the weights."""
         out = await self._engine.async_generate(input_ids=input_ids, sampling_params=parameters, return_logprob=True)
         said, ids = out["meta_info"], list(out["output_ids"])
+        spans = said.get("weight_versions") or ()
         facts = {
-            "finish_reason": said["finish_reason"]["type"], "prompt_tokens": said.get("prompt_tokens", 0),
+            "finish_reason": said["finish_reason"]["type"],
+            "prompt_tokens": said.get("prompt_tokens", 0),
             "cached_tokens": said.get("cached_tokens", 0),
-            "versions": [(int(span["version"]), span["end"] - span["start"]) for span in said.get("weight_versions") or ()],
-        }  # fmt: skip
+            "versions": [(int(span["version"]), span["end"] - span["start"]) for span in spans],
+        }
         if sum(count for _, count in facts["versions"]) != len(ids):
             raise RuntimeError(
                 f"SGLang {installed()} gave {len(ids)} tokens, and versions of the weights for {facts['versions']}"
@@ -237,7 +275,7 @@ class RunningEngine:
         _check(await self._manager.begin_weight_update(self._messages.BeginWeightUpdateReqInput(), None))
 
     async def load(self, payloads: list[bytes]) -> None:
-        """Take in one flattened bucket, serialized by each tensor-parallel rank."""
+        """Load one flattened bucket of weights, pickled by each tensor-parallel rank."""
         bucket = {"serialized_named_tensors": payloads, "load_format": "flattened_bucket", "flush_cache": False}
         _check(
             await self._manager.update_weights_from_tensor(
@@ -252,7 +290,7 @@ class RunningEngine:
         await self._manager.update_weight_version(self._messages.UpdateWeightVersionReqInput(new_version=str(version)))
 
     async def flush(self) -> bool:
-        """Forget computed prefixes; returns False while the scheduler is busy."""
+        """Drop computed prefixes. Return False, and drop none, while the scheduler is busy."""
         return (await self._manager.flush_cache()).success
 
     def save(self, folder: str) -> None:

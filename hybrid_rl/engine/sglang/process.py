@@ -1,4 +1,4 @@
-"""The trainer's side of SGLang's process: it is started, spoken to, never waited for without a limit, and ended with all it started."""
+"""The trainer's side of SGLang's process: start it, talk to it within time limits, end it with its children."""
 
 from __future__ import annotations
 
@@ -23,25 +23,19 @@ from hybrid_rl.engine.base import EngineDied, EngineError
 from hybrid_rl.engine.sglang.interface import installed, withheld
 
 Died = TypeVar("Died", bound=EngineError)
-LAUNCHERS = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)  # ours, not the engine's
+# variables that describe the trainer's ranks, not the engine's
+LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 TAIL = 20  # lines of its log that a traceback repeats
 CAUSE = re.compile(r"[\w.]*(Error|Exception|Exit)\b.*")  # the last line of a traceback
 
 
 class HostProcess:
-    """`hybrid_rl.engine.sglang.host` with an engine of these arguments.
+    """Start `hybrid_rl.engine.sglang.host` with an engine of these arguments, and talk to it.
 
-    `facts` is what it said when it was ready. Raises EngineError if it does not get there within `start_timeout` s. Later an answer or
-    a sign of progress must come every `timeout` s: a process that is silent for longer is killed with all its children, and like one
-    that ended by itself raises EngineDied. An error is one line with the cause, and names the file `log`, to which the process writes.
+    `facts` is what the process reported when it was ready. Raises EngineError if that takes longer than `start_timeout`
+    seconds. Afterwards an answer or a sign of progress must come every `timeout` seconds. A process that is silent for
+    longer is killed with all its children; then, or if it ended by itself, every call raises EngineDied. An error is
+    one line with the cause, and names the file `log`, to which the process writes.
     """
 
     def __init__(self, arguments: Mapping[str, Any], start_timeout: float, timeout: float, log: Path | None = None):
@@ -52,9 +46,8 @@ class HostProcess:
         self._process, self.connection = _start(dict(arguments), self._log.fileno(), max(timeout, 1.0))
         self._family: list[psutil.Process] = []
         self._leaves: list[str] = []  # files that SGLang does not remove
-        self._end = weakref.finalize(
-            self, _end, self._process, self.connection, self._family, self._leaves
-        )  # also at exit
+        # also at exit
+        self._end = weakref.finalize(self, _end, self._process, self.connection, self._family, self._leaves)
         kind, self.facts = self._first(start_timeout)
         if kind != "ready":
             self.close()
@@ -68,7 +61,7 @@ class HostProcess:
 
     @property
     def family(self) -> list[psutil.Process]:
-        """SGLang's own processes: those that hold weights and KV cache are among them."""
+        """SGLang's own processes, among them those that hold weights and KV cache."""
         return list(self._family)
 
     def _first(self, limit: float) -> Any:
@@ -79,6 +72,7 @@ class HostProcess:
             raise self._noted(EngineError(f"{self._failed} {said}")) from None
 
     def tell(self, *message: object) -> None:
+        """Send a message without waiting for an answer."""
         self._alive()
         try:
             self.connection.send(message)
@@ -88,7 +82,7 @@ class HostProcess:
             raise self._ended() from None
 
     def receive(self, limit: float | None = None) -> Any:
-        """The next message, ("progress", …) included."""
+        """Return the next message, ("progress", …) included; wait at most `limit` seconds, by default `timeout`."""
         self._alive()
         limit = self.timeout if limit is None else limit
         try:
@@ -101,36 +95,36 @@ class HostProcess:
             raise self._ended() from None
 
     def waits(self) -> bool:
-        """Whether a message is there."""
+        """Return whether a message has arrived."""
         with suppress(OSError):
             return self.connection.poll(0)
-        return True  # that it has ended, which receive() will say
+        return True  # the process has ended, and receive() will raise
 
     def call(self, operation: str, *arguments: object, limit: float | None = None) -> None:
-        """`limit` s instead of `timeout` for what is slow by nature."""
+        """Run an operation and wait for its end, at most `limit` seconds between two messages, by default `timeout`."""
         self.tell(operation, *arguments)
-        while (answer := self.receive(limit))[0] not in ("done", "failed"):  # of a run that ended in an error
+        while (answer := self.receive(limit))[0] not in ("done", "failed"):  # left from a run that ended in an error
             pass
         kind, value = answer
         if kind == "failed":
             raise EngineError(f"SGLang answered: {value}")
 
     def resident(self) -> int:
-        """Bytes that its processes hold in memory."""
-        with suppress(psutil.NoSuchProcess):  # the next call will say so
+        """Return the bytes that its processes hold in memory."""
+        with suppress(psutil.NoSuchProcess):  # the next call will raise
             return sum(child.memory_info().rss for child in psutil.Process(self._process.pid).children(recursive=True))
         return 0
 
     @property
     def dead(self) -> bool:
-        """Whether it was found dead; closed is not dead."""
+        """Return whether it was found dead; a closed one is not dead."""
         return isinstance(self._dead, EngineDied)
 
     def close(self) -> None:
         self._dead = EngineError("the engine is closed")
         self._end()
 
-    # ---- the end ---------------------------------------------------------------------------------------------------------
+    # ---- the end ----------------------------------------------------------------------------------------------------
 
     def _alive(self) -> None:
         if self._dead:
@@ -166,30 +160,29 @@ class HostProcess:
         return self._log.read().decode(errors="replace").strip().splitlines()
 
     def _noted(self, error: Died) -> Died:
-        """Return the error with the end of the process' output, which a traceback shows."""
+        """Return the error with a note for its traceback: the end of the process's output."""
         error.add_note("\n".join(["The last lines of SGLang's process:", *self._output()[-TAIL:]]))
         return error
 
 
 def environment() -> dict[str, str]:
-    """Return the variables that SGLang's process gets."""
+    """Return the environment of SGLang's process: this one's, without what could change SGLang's results."""
+    left_out = {*LAUNCHERS, *withheld()}
     kept = {
         name: value
         for name, value in os.environ.items()
-        if name not in LAUNCHERS and not name.startswith("TORCHELASTIC")
+        if name not in left_out and not name.startswith("TORCHELASTIC")
     }
-    kept = {name: value for name, value in kept.items() if name not in withheld()}
-    kept["PYTHONPATH"] = os.pathsep.join(
-        path for path in (str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH")) if path
-    )
+    paths = (str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH"))
+    kept["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     return kept
 
 
 def _start(arguments: dict[str, Any], log: int, timeout: float) -> tuple[subprocess.Popen[bytes], Connection]:
-    """In a session of its own: a Ctrl-C here is for us to deal with."""
+    """Start the process in a session of its own: the trainer alone handles a Ctrl-C."""
     ours, theirs = socket.socketpair()
     limit = struct.pack("ll", int(timeout), int(timeout % 1 * 1e6))
-    for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # in the middle of a message too
+    for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # they hold in the middle of a message too
         ours.setsockopt(socket.SOL_SOCKET, option, limit)
     command = [sys.executable, "-m", "hybrid_rl.engine.sglang.host", str(theirs.fileno())]
     with theirs:
@@ -207,7 +200,7 @@ def _start(arguments: dict[str, Any], log: int, timeout: float) -> tuple[subproc
 
 
 def _kill(process: subprocess.Popen[bytes], family: Iterable[psutil.Process]) -> None:
-    """The process and everything it started, stopped ones too; their memory is free when this returns."""
+    """Kill the process and everything it started, stopped ones too; their memory is free when this returns."""
     found = list(family)
     with suppress(psutil.NoSuchProcess):
         found += psutil.Process(process.pid).children(recursive=True)
@@ -222,7 +215,7 @@ def _kill(process: subprocess.Popen[bytes], family: Iterable[psutil.Process]) ->
 def _end(
     process: subprocess.Popen[bytes], connection: Connection, family: list[psutil.Process], leaves: list[str]
 ) -> None:
-    connection.close()  # which it takes as the end
+    connection.close()  # the process then ends by itself
     with suppress(subprocess.TimeoutExpired):
         process.wait(30)
     _kill(process, family)

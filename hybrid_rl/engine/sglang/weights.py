@@ -1,4 +1,4 @@
-"""Weights on their way to SGLang and back: the checkpoint's names and shapes, and how SGLang stores them.
+"""Translate weights between a checkpoint's names and shapes and the form in which SGLang stores them.
 
 SGLang stacks some matrices into one, pads the vocabulary, and with tensor parallelism gives each rank a part.
 """
@@ -23,20 +23,17 @@ from transformers import AutoConfig
 from hybrid_rl.engine.base import EngineError
 from hybrid_rl.engine.sglang.interface import flat_bucket
 
-# SGLang's one matrix for several of a checkpoint's, stacked in this order
+# SGLang stacks these matrices of a checkpoint into one, in this order
 STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 TIED = ("model.embed_tokens.weight", "lm_head.weight")
-OTHER_FORM = ("gemma",)  # one is added to the weights of its norms
-EXPERTS = (
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
-)  # of configurations whose experts are fused into one matrix
+OTHER_FORM = ("gemma",)  # SGLang adds one to the weights of its norms
+# fields of configurations whose experts are fused into one matrix
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True)
 class ModelShapes:
-    """What a model's folder says about its weights: shapes by name, and the numbers that decide how SGLang cuts them."""
+    """Hold what a model's folder says about its weights: shapes by name, and the numbers by which SGLang cuts them."""
 
     shapes: dict[str, tuple[int, ...]]
     vocabulary: int
@@ -48,7 +45,10 @@ class ModelShapes:
 
     @classmethod
     def read(cls, folder: Path) -> ModelShapes:
-        """Raises EngineError for a folder without weights in safetensors files, or of a model whose weights could not be compared."""
+        """Read a model's folder.
+
+        Raises EngineError if it has no weights in safetensors files, or weights that could not be compared later.
+        """
         shapes: dict[str, tuple[int, ...]] = {}
         for file in sorted(folder.glob("*.safetensors")):
             with safe_open(file, "pt") as opened:
@@ -58,8 +58,8 @@ class ModelShapes:
         config = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
         if config.model_type in OTHER_FORM or any(getattr(config, name, None) for name in EXPERTS):
             raise EngineError(
-                f"SGLang keeps the weights of {config.model_type} in another form than their checkpoint, so that a handover could not be "
-                "checked; use engine=local"
+                f"SGLang keeps the weights of {config.model_type} in another form than their checkpoint, so a handover "
+                "could not be checked; use engine=local"
             )
         heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -75,10 +75,13 @@ class ModelShapes:
     def weight_bytes(self, dtype: torch.dtype) -> int:
         return sum(map(math.prod, self.shapes.values())) * dtype.itemsize
 
-    # ---- there -----------------------------------------------------------------------------------------------------------
+    # ---- to SGLang --------------------------------------------------------------------------------------------------
 
     def own_name(self, name: str, tensor: Tensor) -> str:
-        """The checkpoint's name of a weight; a tied one may come under either of its two. Raises EngineError for an unknown one, or a wrong shape."""
+        """Return the checkpoint's name of a weight; a tied one may have either of its two names.
+
+        Raises EngineError for an unknown name or a wrong shape.
+        """
         if self.tied and name in TIED and name not in self.shapes:
             name = next(other for other in TIED if other != name)
         if name not in self.shapes:
@@ -89,17 +92,15 @@ class ModelShapes:
             )
         return name
 
-    # ---- and back --------------------------------------------------------------------------------------------------------
+    # ---- from SGLang ------------------------------------------------------------------------------------------------
 
     def whole(self, folder: Path) -> dict[str, Tensor]:
-        """All weights by the checkpoint's names, from the files of `save_sharded_model`: one for each tensor-parallel rank.
+        """Return all weights by the checkpoint's names, from the files of `save_sharded_model`, one per parallel rank.
 
-        Raises EngineError for a weight that is stored in another form, or one of which the ranks hold different copies.
+        Raises EngineError for a weight that is stored in another form, or whose copies differ between ranks.
         """
-        ranks = [
-            load_file(file)
-            for file in sorted(folder.glob("*.safetensors"), key=lambda file: int(file.stem.split("-")[2]))
-        ]
+        files = sorted(folder.glob("*.safetensors"), key=lambda file: int(file.stem.split("-")[2]))
+        ranks = [load_file(file) for file in files]
         held = {name: self._whole(ranks, name) for name in self.shapes}
         if self.tied:
             held |= dict.fromkeys(TIED, next(held[name] for name in TIED if name in held))
@@ -133,7 +134,7 @@ class ModelShapes:
         return [self.heads * self.head_dim, *[self.kv_heads * self.head_dim] * 2]
 
     def _part(self, stored: Sequence[Tensor], kind: str, rows: Sequence[int], index: int, name: str) -> Tensor:
-        """One of a stacked matrix's parts, of `rows` rows each in the checkpoint."""
+        """Return part number `index` of a stacked matrix; the parts have `rows` rows in the checkpoint."""
         count = len(stored)
         least = self.head_dim if kind == "qkv_proj" else 1  # a head is never cut: more ranks than heads hold copies
         each = [max(whole // count, least) for whole in rows]
@@ -141,7 +142,7 @@ class ModelShapes:
         return self._joined(pieces, (rows[index], *stored[0].shape[1:]), name)
 
     def _joined(self, pieces: Sequence[Tensor], shape: tuple[int, ...], name: str) -> Tensor:
-        """Pieces along the dimension in which they are smaller than the whole; the vocabulary may be padded."""
+        """Return the pieces joined along the dimension in which they are too small, without vocabulary padding."""
         for dim in range(len(shape)):
             if len(pieces) > 1 and pieces[0].shape[dim] < shape[dim]:
                 copies = max(1, len(pieces) * pieces[0].shape[dim] // shape[dim])
@@ -156,14 +157,14 @@ class ModelShapes:
 
 
 def _same(pieces: Sequence[Tensor], copies: int, name: str) -> None:
-    """Each run of `copies` pieces must be equal."""
+    """Raise EngineError unless the pieces in each run of `copies` are equal."""
     for i, piece in enumerate(pieces):
         if not torch.equal(piece, pieces[i - i % copies]):
             raise EngineError(f"SGLang's ranks hold different copies of {name}")
 
 
 def payload(named: Sequence[tuple[str, Tensor]], device: torch.device, dtype: torch.dtype) -> bytes:
-    """Pickle one flat tensor in memory that SGLang's processes can map, and what lies where in it."""
+    """Return the pickle of one flat tensor, in memory that SGLang's processes can map, and its description."""
     held = [(name, tensor.detach().to(device, dtype if tensor.is_floating_point() else None)) for name, tensor in named]
     buffer = io.BytesIO()
     with _mapped_by_name():
@@ -173,8 +174,11 @@ def payload(named: Sequence[tuple[str, Tensor]], device: torch.device, dtype: to
 
 @contextmanager
 def _mapped_by_name() -> Iterator[None]:
-    """Share host memory under a name instead of a file descriptor. A thread of this process would have to serve the
-    descriptor, and would write a traceback if SGLang's process died while it asked for it. GPU memory has handles."""
+    """Share host memory by name instead of by file descriptor; GPU memory has its own handles.
+
+    A thread of this process would have to serve the descriptor, and would print a traceback if SGLang's process died
+    while it asked for one.
+    """
     before = get_sharing_strategy()
     set_sharing_strategy("file_system")
     try:

@@ -13,6 +13,7 @@ import torch
 
 from hybrid_rl.engine.base import KV_CACHE, WEIGHTS, EngineStats
 from hybrid_rl.engine.sglang.engine import SGLangEngine
+from hybrid_rl.engine.sglang.options import SGLangOptions
 from hybrid_rl.policy.model import Policy
 from tests.engine_contract import checkpoint
 
@@ -37,8 +38,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 )
 
 
-def start(folder: Path, slots: int = 8, **more) -> SGLangEngine:
-    engine = SGLangEngine(folder, Policy.load(folder, torch.device("cpu")).end_ids(), slots, CAPACITY, **more)
+def start(folder: Path, slots: int = 8, **options) -> SGLangEngine:
+    engine = SGLangEngine(
+        folder, Policy.load(folder, torch.device("cpu")).end_ids(), slots, CAPACITY, SGLangOptions(**options)
+    )
     engine.set_version(0)
     return engine
 
@@ -69,7 +72,7 @@ def make_engine(engines: dict[tuple, SGLangEngine]) -> Callable[..., SGLangEngin
             engine.update_weights([checkpoint(folder)], version=0)
             engine.stats = EngineStats()
         else:
-            engine = start(folder, slots, dtype=dtype, extra={"max_total_tokens": KV_TOKENS})
+            engine = start(folder, slots, dtype=dtype, arguments={"max_total_tokens": KV_TOKENS})
         engine.capacity = capacity
         engines[key] = engine  # now the one used last
         while len(engines) > ALIVE:

@@ -17,6 +17,7 @@ import pytest
 
 from hybrid_rl.engine.base import EngineDied, EngineError, Sampling
 from hybrid_rl.engine.sglang.engine import SGLangEngine
+from hybrid_rl.engine.sglang.options import SGLangOptions
 from tests.engine.sglang.conftest import start
 from tests.engine_contract import checkpoint, collect, requests, tokens
 
@@ -134,7 +135,7 @@ def test_what_does_not_start_ends_in_one_line_that_names_its_log(tiny_folder: Pa
         (tiny_folder, 0.5, r"0\.5 s \(engine\.start_timeout\)"),
     ):
         with pytest.raises(EngineError) as error:
-            SGLangEngine(folder, frozenset([257]), 8, 64, log=log, start_timeout=limit)
+            SGLangEngine(folder, frozenset([257]), 8, 64, SGLangOptions(log=log, start_timeout=limit))
         assert re.fullmatch(f"SGLang .* did not start .*: .*{message}.*", str(error.value)), str(error.value)
     assert "Qwen9" in log.read_text()
 

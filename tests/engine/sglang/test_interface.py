@@ -12,6 +12,7 @@ import psutil
 import torch
 
 from hybrid_rl.engine.sglang.interface import TESTED, installed, server_arguments
+from hybrid_rl.engine.sglang.options import SGLangOptions
 from hybrid_rl.engine.sglang.process import environment
 from tests.engine.sglang.conftest import INHERITED
 
@@ -32,7 +33,7 @@ def test_the_installed_version_has_every_name_that_is_used() -> None:
     arguments = {
         name
         for device in ("cpu", "cuda:1")
-        for name in server_arguments("m", [1], slots=1, tokens=64, dtype=torch.bfloat16, device=torch.device(device))
+        for name in server_arguments("m", [1], 1, 64, SGLangOptions(torch.device(device), torch.bfloat16))
     } | {"random_seed"}
     result = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", LOOK, json.dumps(sorted(arguments))],

@@ -16,6 +16,7 @@ from hybrid_rl.config import PolicyConfig
 from hybrid_rl.engine.base import EngineError, Sampling
 from hybrid_rl.engine.local import LocalEngine
 from hybrid_rl.engine.sglang.engine import SGLangEngine
+from hybrid_rl.engine.sglang.options import SGLangOptions
 from hybrid_rl.handover import hand_over, take_back
 from hybrid_rl.policy.model import Policy
 from hybrid_rl.processes.ranks import Ranks
@@ -36,7 +37,8 @@ def sampled(ranks: Ranks, folder: Path, other: Path, width: int) -> dict[str, An
     """Engines that begin with other weights get those of `folder`, shard by shard."""
     os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(i) for i in range(width))
     policy = Policy.load(folder, torch.device("cpu"), PolicyConfig(), ranks)
-    engine = SGLangEngine(other, policy.end_ids(), 8, 64, team=ranks.team(width), extra={"max_total_tokens": 65536})
+    options = SGLangOptions(arguments={"max_total_tokens": 65536})
+    engine = SGLangEngine(other, policy.end_ids(), 8, 64, options, ranks.team(width))
     result: dict[str, Any] = {}
     try:
         moved = hand_over(policy, engine, 1, verify=True, bucket_bytes=4096)
