@@ -39,7 +39,7 @@ class Deterministic(Enum):
 class LayoutKind(Enum):
     """How samples lie in the rows of an update."""
 
-    auto = "auto"  # trees on the CPU; on a GPU packed, for flash-attention
+    auto = "auto"  # trees on the CPU, packed on a GPU
     padded = "padded"
     packed = "packed"
     trees = "trees"  # the prompt of a group once, its completions as branches
@@ -182,7 +182,9 @@ class PolicyConfig:
     activation_checkpointing: bool = False  # keep only each layer's input and recompute the rest in backward
     lora: LoraConfig = field(default_factory=LoraConfig)
     layout: LayoutKind = LayoutKind.auto
-    row_tokens: int = bounded(2048, least=2)  # tokens of one packed row, the unit of forward and backward
+    # tokens of one row, the unit of forward and backward; 0: 2,048 on the CPU, up to 16,384 on a GPU as its memory allows
+    # (hybrid_rl/policy/defaults.py), and the longest sample at least
+    row_tokens: int = bounded(0, least=0)
     max_bad_steps: int = bounded(3, least=1)  # steps in a row with non-finite numbers before the run ends
 
 

@@ -234,6 +234,8 @@ class PackedBatch:
             )
         if not (self.predict_at.shape == self.targets.shape == self.token_index.shape):
             raise ValueError("predict_at, targets and token_index must have one length")
+        if not self.predict_at.is_cpu:  # it was checked on the host, and to look here would wait for the GPU
+            return
         if len(self.predict_at) and not 0 <= int(self.predict_at.min()) <= int(self.predict_at.max()) < len(
             self.input_ids
         ):

@@ -64,7 +64,7 @@ def value_problems(c: DictConfig) -> Iterator[tuple[str, str]]:
             f"the nearest that does is {fitting}",
         )
     fitting = c.policy.row_tokens - r.max_prompt_tokens
-    if r.max_tokens > fitting:
+    if c.policy.row_tokens and r.max_tokens > fitting:
         needed = r.max_prompt_tokens + r.max_tokens
         fix = f"at most {fitting} fit" if fitting > 0 else f"set policy.row_tokens to {needed} or more"
         yield (

@@ -55,7 +55,10 @@ def rollout_metrics(batch: Batch) -> dict[str, Any]:
 
 
 def phase_metrics(phases: Phases, batch: Batch, ranks: Ranks) -> dict[str, Any]:
-    """Return seconds and memory (GiB) of each phase, the maximum over ranks, and sampled tokens/s. Collective."""
+    """Return seconds and memory (GiB) of each phase, the maximum over ranks, and sampled tokens/s. Collective.
+
+    On a GPU also what torch holds, free blocks included, and what all processes hold together; None on the CPU.
+    """
     sampled = sum(r.sampled for group in batch.all_groups for r in group.rollouts)
     everyone = ranks.all_gather(phases)
     slowest = max(p.total for p in everyone)
@@ -63,6 +66,8 @@ def phase_metrics(phases: Phases, batch: Batch, ranks: Ranks) -> dict[str, Any]:
         "seconds": {name: max(p.seconds[name] for p in everyone) for name in phases.seconds},
         "memory": {name: [max(p.memory[name][side] for p in everyone) for side in (0, 1)] for name in phases.memory},
         "memory_gib": max(p.peak_gib for p in everyone),
+        "memory_reserved_gib": max((p.reserved_gib for p in everyone if p.reserved_gib is not None), default=None),
+        "memory_device_gib": max((p.device_gib for p in everyone if p.device_gib is not None), default=None),
         "tokens_per_second": sampled / slowest,
     }
 

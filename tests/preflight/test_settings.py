@@ -42,7 +42,7 @@ BAD = [
     ([REVERSE, "rollout.group_size=0"], "rollout.group_size=0 (command line): must be at least 1"),
     ([REVERSE, "rollout.group_size=1"], "rollout.group_size=1 (command line): makes every group silent; use 2 or more, or algo.silent_by=none"),
     ([REVERSE, "rollout.group_size=1", "algo.silent_by=none"], "leaves hybrid_rl.algo.grpo.advantages nothing to compare with; use 2 or more"),
-    ([REVERSE, "rollout.max_tokens=4000"], "is longer than a row of policy.row_tokens=2048; at most "),
+    ([REVERSE, "rollout.max_tokens=4000", "policy.row_tokens=2048"], "is longer than a row of policy.row_tokens=2048; at most "),
     ([REVERSE, "policy.row_tokens=16"], "set policy.row_tokens to"),
     ([REVERSE, "rollout.temperature=0"], "rollout.temperature=0.0 (command line): must be a number above 0"),
     ([REVERSE, "rollout.top_p=1.5"], "must be between 1e-06 and 1"),
@@ -197,7 +197,7 @@ def test_every_default_can_be_overridden_without_plus():
 def test_the_recipe_is_the_worked_example():
     config = load([REVERSE])
     assert (config.rollout.batch_size, config.rollout.group_size, config.rl.steps) == (128, 16, 20)
-    assert (config.rollout.temperature, config.rollout.max_tokens, config.policy.row_tokens) == (1.0, 128, 2048)
+    assert (config.rollout.temperature, config.rollout.max_tokens, config.policy.row_tokens) == (1.0, 128, 0)
 
 
 def test_the_model_brings_its_learning_rates(tmp_path):

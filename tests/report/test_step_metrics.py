@@ -149,8 +149,19 @@ def test_the_numbers_of_a_steps_phases_are_the_slowest_and_largest_ranks() -> No
         "seconds": {"rollout": 4.0, "update": 3.0},
         "memory": {"rollout": [2.0, 2.0], "update": [5.0, 1.0]},
         "memory_gib": 5.0,
+        "memory_reserved_gib": None,
+        "memory_device_gib": None,
         "tokens_per_second": 10 / 5,
     }
+
+
+def test_what_torch_and_all_processes_hold_is_the_largest_ranks() -> None:
+    mine, other = Phases(torch.device("cpu")), Phases(torch.device("cpu"))
+    for phases, reserved, device in ((mine, 3.0, 20.0), (other, 4.0, 10.0)):
+        phases.seconds, phases.memory = {"update": 1.0}, {"update": (1.0, 2.0)}
+        phases.reserved_gib, phases.device_gib = reserved, device
+    made = phase_metrics(mine, Batch([group(0, [1.0], lengths=[4])], []), TwoRanks(other))  # type: ignore[arg-type]
+    assert (made["memory_gib"], made["memory_reserved_gib"], made["memory_device_gib"]) == (2.0, 4.0, 20.0)
 
 
 @pytest.mark.parametrize("n", range(1, 9))
