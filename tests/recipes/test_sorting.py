@@ -7,8 +7,8 @@ from itertools import permutations
 from statistics import fmean
 
 import pytest
-
 from hybrid_rl.recipes.sorting import in_place, load_tasks, shuffled_truth
+
 from hybrid_rl.types import Task
 
 TASK = Task("t", ({"role": "user", "content": "dbca"},), "abcd")
