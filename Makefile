@@ -11,7 +11,7 @@ SGLANG_VENV ?= .venv-sglang
 OLD_VENV ?= .venv-transformers4
 SGLANG_CPU = PYTHONPATH='$(CURDIR)/tests/sglang_cpu' SGLANG_USE_CPU_ENGINE=1 TORCHDYNAMO_DISABLE=1 OMP_NUM_THREADS=1 MALLOC_MMAP_THRESHOLD_=262144
 
-.PHONY: reverse test test-slow test-all check lint types doctor clean sglang-cpu test-sglang bench-engines
+.PHONY: reverse test test-slow test-all test-gpu bench-gpu check lint types doctor clean sglang-cpu test-sglang bench-engines
 
 reverse: $(VENV)/installed  ## Train the embedded model to reverse sentences: about a minute without a GPU.
 	$(RUN) -m hybrid_rl.run +recipe=reverse $(ARGS)
@@ -28,6 +28,12 @@ test-slow: $(VENV)/installed $(OLD_VENV)/installed  ## Those that take minutes: 
 
 test-all: $(VENV)/installed $(OLD_VENV)/installed  ## Both.
 	$(WITH_OLD) $(PYTEST) $(ARGS)
+
+test-gpu: $(if $(filter $(VENV)/%,$(RUN)),$(VENV)/installed)  ## The engine contract, gradients, handovers, checkpoints on a GPU; make test-gpu RUN=python3 needs no environment.
+	$(RUN) -m tests.gpu $(ARGS)
+
+bench-gpu: $(if $(filter $(VENV)/%,$(RUN)),$(VENV)/installed)  ## Speed and memory on a GPU: about 25 minutes, a prediction beside each number.
+	$(RUN) -m benchmarks.gpu $(ARGS)
 
 check: lint types test  ## What must pass before a change lands.
 

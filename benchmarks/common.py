@@ -15,9 +15,9 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-def run_recipe(folder: Path, *overrides: str) -> Path:
-    """Run `python -m hybrid_rl.run +recipe=reverse …` in a child process; return the run's folder."""
-    command = [sys.executable, "-m", "hybrid_rl.run", "+recipe=reverse", f"hydra.run.dir={folder}", *overrides]
+def run_recipe(folder: Path, *overrides: str, recipe: str = "reverse") -> Path:
+    """Run `python -m hybrid_rl.run +recipe=… …` in a child process; return the run's folder."""
+    command = [sys.executable, "-m", "hybrid_rl.run", f"+recipe={recipe}", f"hydra.run.dir={folder}", *overrides]
     subprocess.run(command, check=True, cwd=ROOT)
     return folder
 

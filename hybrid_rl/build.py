@@ -21,6 +21,7 @@ from hybrid_rl.machine import cores
 from hybrid_rl.model_folder.read import read_config
 from hybrid_rl.model_folder.tokenizer import read_tokenizer
 from hybrid_rl.policy import tiny
+from hybrid_rl.policy.defaults import settled
 from hybrid_rl.policy.model import Policy, pick_device
 from hybrid_rl.policy.offload import release_cached
 from hybrid_rl.policy.sharding import local
@@ -65,10 +66,11 @@ def build(start: Start) -> Session:
     model_folder = Path(config.model.path) if config.model.path else folder / "base_model"
     if not config.model.path and resumed is None:
         ranks.from_main(lambda: _make_tiny(model_folder, config))
+    config = ranks.from_main(lambda: settled(config, read_config(model_folder), device))
     now = ranks.from_main(lambda: read_clock(folder) if resumed else start_clock(folder))
     checked = ranks.from_main(lambda: _check_prompts(tasks, model_folder, config, now))
     sizes = ranks.from_main(lambda: measure(config, model_folder))
-    start.notes.extend(checked.notes)
+    start.notes.extend([*tasks.notes, *checked.notes])
     start.notes.extend(ranks.from_main(lambda: check_lengths(config, sizes, checked.longest)))
     ranks.from_main(lambda: check_budget(config, sizes, device, ranks, folder))
     with phase("reward check", loading=True):
@@ -80,7 +82,9 @@ def build(start: Start) -> Session:
     torch.set_num_threads(config.threads or threads)
     ranks.from_main(lambda: (folder / "rollouts").mkdir(parents=True, exist_ok=True))
     if resumed is None:
-        ranks.from_main(lambda: write_text(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config))))
+        ranks.from_main(
+            lambda: write_text(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(start.config)))
+        )
     keep_lines = resumed.state["metrics_lines"] if resumed else 0
     metrics = Metrics(folder / "metrics.jsonl" if ranks.main else None, keep_lines)
     engine, progress = build_engine(config, policy, folder), Progress()

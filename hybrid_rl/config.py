@@ -39,7 +39,7 @@ class Deterministic(Enum):
 class LayoutKind(Enum):
     """How samples lie in the rows of an update."""
 
-    auto = "auto"  # trees on the CPU; on a GPU packed, for flash-attention
+    auto = "auto"  # trees on the CPU, packed on a GPU
     padded = "padded"
     packed = "packed"
     trees = "trees"  # the prompt of a group once, its completions as branches
@@ -182,7 +182,9 @@ class PolicyConfig:
     activation_checkpointing: bool = False  # keep only each layer's input and recompute the rest in backward
     lora: LoraConfig = field(default_factory=LoraConfig)
     layout: LayoutKind = LayoutKind.auto
-    row_tokens: int = bounded(2048, least=2)  # tokens of one packed row, the unit of forward and backward
+    # tokens of one row, the unit of forward and backward; 0: 2,048 on the CPU, up to 16,384 on a GPU as its memory allows
+    # (hybrid_rl/policy/defaults.py), and the longest sample at least
+    row_tokens: int = bounded(0, least=0)
     max_bad_steps: int = bounded(3, least=1)  # steps in a row with non-finite numbers before the run ends
 
 
@@ -273,6 +275,8 @@ class RolloutConfig:
     reward_workers: int = bounded(1, least=1)  # processes that compute rewards while the engine generates
     reward_timeout: float = bounded(10.0, above=0)  # seconds for one reward
     reward_start_timeout: float = bounded(60.0, above=0)  # seconds for a worker to load the reward function
+    # completions that an async or batched reward gets at a time, at most; others get one
+    reward_batch: int = bounded(16, least=1)
     # share of a step's rewards that may fail (raise, time out, …) without ending the run
     max_reward_failures: float = bounded(0.5, least=0, most=1)
 
@@ -334,6 +338,7 @@ class EvalConfig:
 
     temperature: float = bounded(1.0, least=0)
     samples: int = bounded(1, least=1)  # completions per task; their mean counts
+    greedy: bool = False  # also decode each task greedily, once, and report that beside the samples
     max_tasks: int = bounded(0, least=0)  # 0: every held-out task
     # a sample with at least this reward is correct, as pass@k counts it
     pass_reward: float = bounded(1.0, least=-1000000.0, most=1000000.0)
@@ -395,7 +400,8 @@ class Config:
     # _target_: a function that returns hybrid_rl.data.TaskSets; the other keys are its arguments, except
     # template_arguments: variables of the model's chat template, like {enable_thinking: false}
     data: dict[str, Any] = field(default_factory=lambda: {"template_arguments": {}})
-    reward: dict[str, Any] = field(default_factory=dict)  # _target_: a function (completion, task) → reward
+    # _target_: a function (completion, task) → reward, or several by name with their weights: docs/rewards.md
+    reward: dict[str, Any] = field(default_factory=dict)
     sft: SftConfig = field(default_factory=SftConfig)
     rl: RlConfig = field(default_factory=RlConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -90,20 +90,21 @@ def _gpu() -> list[Check]:
     memory = torch.cuda.get_device_properties(0).total_memory / 2**30
     return [
         Check("GPU", True, f"{torch.cuda.device_count()} × {torch.cuda.get_device_name(0)}, {memory:.0f} GiB"),
-        _flash(),
+        _kernel(),
     ]
 
 
-def _flash() -> Check:
-    from hybrid_rl.attention import flash
+def _kernel() -> Check:
+    import torch
 
-    fix = (
-        "optional: flash-attention 2 computes attention of packed rows in one kernel instead of one call per sample: "
-        "pip install flash-attn"
-    )
-    return Check(
-        "flash-attention", flash.varlen is not None, flash.problem or _version("flash_attn"), fix, optional=True
-    )
+    from hybrid_rl.attention import kernels
+
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    problems = [f"{kernel.name}: {kernels.fails(kernel, device, torch.bfloat16)}" for kernel in kernels.KERNELS]
+    name = kernels.chosen_name(device, torch.bfloat16)
+    fix = "optional: a fused kernel attends in one call for a row instead of one for each sample: install torch 2.11 or newer"
+    found = name if name != kernels.WITHOUT else f"{name}, one call a sample ({'; '.join(problems)})"
+    return Check("attention", name != kernels.WITHOUT, found, fix, optional=True)
 
 
 PTRACE = Path("/proc/sys/kernel/yama/ptrace_scope")
@@ -155,9 +156,46 @@ def _memory_sharing() -> list[Check]:
             "use engine.arguments",
             optional=True,
         ),
+        *_building(),
         _package("torch_memory_saver", "engine=sglang releases memory with it: pip install torch_memory_saver"),
         _package("sgl_kernel", f"SGLang's kernels: {interface.INSTALL}"),
     ]
+
+
+DRIVER, GLIBC = 580, (2, 34)  # that SGLang's wheels for CUDA 13 need
+
+
+def _building() -> list[Check]:
+    """Return checks of what SGLang compiles its kernels with at their first use, and of what its wheels are built for."""
+    missing = [program for program in ("nvcc", "c++", "ninja") if shutil.which(program) is None]
+    compilers = "for engine=sglang on a GPU, which compiles kernels at their first use: install the CUDA toolkit (nvcc), a C++ compiler and ninja, and put them on the path"
+    version = platform.libc_ver()[1]
+    new = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal()) >= GLIBC
+    checks = [
+        Check(
+            "compilers",
+            not missing,
+            f"no {', '.join(missing)}" if missing else "nvcc, c++, ninja",
+            compilers,
+            optional=True,
+        ),
+        Check("glibc", new, version or "another C library", "SGLang's wheels need glibc 2.34 or newer", optional=True),
+    ]
+    if (driver := _driver()) is not None:
+        fine = int(driver.partition(".")[0]) >= DRIVER
+        checks.append(
+            Check("driver", fine, driver, f"SGLang's wheels for CUDA 13 need driver {DRIVER} or newer", optional=True)
+        )
+    return checks
+
+
+NVIDIA = Path("/proc/driver/nvidia/version")
+
+
+def _driver() -> str | None:
+    """Return the version of NVIDIA's driver, or None where there is none to read."""
+    words = NVIDIA.read_text().split() if NVIDIA.is_file() else []
+    return next((word for word in words if word.count(".") >= 1 and word.replace(".", "").isdecimal()), None)
 
 
 def _package(name: str, fix: str) -> Check:

@@ -19,8 +19,9 @@ from hybrid_rl.engine.make import ENGINES, choose_engine
 from hybrid_rl.machine import machine
 from hybrid_rl.model_folder.tokenizer import read_tokenizer
 from hybrid_rl.policy import tiny
-from hybrid_rl.policy.layout import choose_layout, first_fit_decreasing
-from hybrid_rl.policy.model import compute_dtype, pick_device
+from hybrid_rl.policy.defaults import described, settled
+from hybrid_rl.policy.layout import first_fit_decreasing
+from hybrid_rl.policy.model import pick_device
 from hybrid_rl.preflight.budget import (
     Sizes,
     check_budget,
@@ -54,6 +55,7 @@ def print_plan(config: Config, folder: Path, console: Console, ranks: Ranks) -> 
             tiny.create(Path(temporary), config.model.tiny, config.seed)
         tokenizer = read_tokenizer(config.model.path or temporary)
         sizes = measure(config, config.model.path or temporary)
+    config = settled(config, sizes.model, device)
     now = read_clock(Path(config.resume)) if (Path(config.resume) / FILE).exists() else datetime.now()
     fix_template(tokenizer, template_arguments(config.data), now)
     checked = check_prompts(
@@ -77,9 +79,7 @@ def print_plan(config: Config, folder: Path, console: Console, ranks: Ranks) -> 
     console.say(
         f"machine    {here['cpu']}, {here['cores']} cores, {here['memory_gib']:.0f} GiB; {here['gpu'] or 'no GPU'}"
     )
-    compute = str(compute_dtype(config.policy.dtype, device)).removeprefix("torch.")
-    layout = choose_layout(config.policy.layout, device)
-    console.say(f"ranks      {ranks.world} ({device.type}), compute {compute}, layout {layout}")
+    console.say(f"ranks      {ranks.world} ({device.type}), {described(config.policy, device)}")
     engine = choose_engine(config.engine.kind, device)
     console.say(f"engine     {engine.value}: {ENGINES[engine]}, {config.engine.slots} completions at a time")
     model, vocabulary = config.model.path or "embedded tiny Qwen3", sizes.model.vocab_size
@@ -89,7 +89,7 @@ def print_plan(config: Config, folder: Path, console: Console, ranks: Ranks) -> 
         f"prompts of {min(prompts)} to {max(prompts)} tokens"
     )
     removed = removed_signal(config.algo.advantage, config.algo.silent_by)
-    for note in [*notes, *checked.notes, *lengths, *filter(None, [removed])]:
+    for note in [*notes, *tasks.notes, *checked.notes, *lengths, *filter(None, [removed])]:
         console.say(f"note       {note}")
     prompt = statistics.fmean(prompts)
     if config.sft.steps:

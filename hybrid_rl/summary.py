@@ -12,6 +12,7 @@ from hybrid_rl.config import EngineKind, only_evaluates
 from hybrid_rl.engine.make import ENGINES, choose_engine
 from hybrid_rl.engine.sglang.interface import withheld
 from hybrid_rl.machine import machine, versions
+from hybrid_rl.policy.defaults import described
 from hybrid_rl.policy.model import Policy
 from hybrid_rl.report import write_card, write_report
 from hybrid_rl.run_folder.files import json_text, write_json
@@ -28,8 +29,8 @@ def introduce(s: Session, notes: list[str]) -> None:
     say(f"machine: {here['cpu']}, {here['cores']} cores, {here['memory_gib']:.0f} GiB; {here['gpu'] or 'no GPU'}")
     say(
         f"chosen:  {world} rank{'s' * (world > 1)} on {s.policy.device.type}, "
-        f"{torch.get_num_threads()} thread(s) each, engine {kind.value} ({ENGINES[kind]}), layout {s.policy.layout}, "
-        f"compute {str(s.policy.dtype).removeprefix('torch.')}"
+        f"{torch.get_num_threads()} thread(s) each, engine {kind.value} ({ENGINES[kind]}), "
+        f"{described(s.policy.settings, s.policy.device)}"
     )
     adapters = (
         f", of which {_trained(s.policy):,} are trained (LoRA adapters of rank {config.policy.lora.rank})"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -70,6 +71,8 @@ class Rollout:
     outcome: float | None = None  # what the reward function returned
     reward: float | None = None  # the outcome and what `shape` added
     reward_parts: dict[str, float] = field(default_factory=dict)
+    measures: dict[str, float] = field(default_factory=dict)  # logged beside the reward, and never paid
+    extracted: str | None = None  # the answer that the reward found in the completion, for majority votes
     error: str | None = None  # why there is no reward
     fault: str | None = None  # the kind of the error, as it is counted
 
@@ -121,12 +124,23 @@ class Rollout:
             raise ValueError(f"task {self.task_id}: unknown finish reason {reason!r}")
         self.finish_reason, self.completion = reason, completion
 
-    def score(self, reward: float, parts: dict[str, float]) -> None:
-        """Record the environment's reward and its parts. Raises ValueError for non-finite numbers."""
-        if not math.isfinite(reward) or not all(math.isfinite(value) for value in parts.values()):
-            raise ValueError(f"task {self.task_id}: reward {reward} with parts {parts} is not finite")
+    def score(
+        self,
+        reward: float,
+        parts: dict[str, float],
+        measures: Mapping[str, float] = MappingProxyType({}),
+        extracted: str | None = None,
+    ) -> None:
+        """Record the environment's reward, its parts, its measures, which are not paid, and the answer that it found.
+
+        Raises ValueError for non-finite numbers.
+        """
+        if not all(map(math.isfinite, (reward, *parts.values(), *measures.values()))):
+            raise ValueError(
+                f"task {self.task_id}: reward {reward} with parts {parts} and measures {dict(measures)} is not finite"
+            )
         self.outcome = self.reward = float(reward)
-        self.reward_parts = dict(parts)
+        self.reward_parts, self.measures, self.extracted = dict(parts), dict(measures), extracted
 
     def shape(self, part: str, value: float) -> None:
         """Add `value` to the reward as a new part; the outcome stays.
@@ -220,6 +234,8 @@ class PackedBatch:
             )
         if not (self.predict_at.shape == self.targets.shape == self.token_index.shape):
             raise ValueError("predict_at, targets and token_index must have one length")
+        if not self.predict_at.is_cpu:  # it was checked on the host, and to look here would wait for the GPU
+            return
         if len(self.predict_at) and not 0 <= int(self.predict_at.min()) <= int(self.predict_at.max()) < len(
             self.input_ids
         ):

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hybrid_rl.config import TinyConfig
 from hybrid_rl.policy import tiny
 from hybrid_rl.policy.model import Policy
+from tests.device import DEVICE, ON_GPU, in_float32
 
 pytest.register_assert_rewrite("tests.engine_contract")
 torch.set_num_threads(1)
@@ -28,8 +29,14 @@ settings.load_profile("hybrid_rl")
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the modules that start several ranks in one test process: two of them at once would be four busy processes on two cores."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the modules that start several ranks in one test process: two of them at once would be four busy processes on two cores.
+
+    Tests that can use a GPU run there alone (`make test-gpu`): the others would not touch it.
+    """
+    if ON_GPU and (others := [item for item in items if not item.get_closest_marker("gpu")]):
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item.get_closest_marker("gpu")]
     for item in items:
         if hasattr(getattr(item, "module", None), "on_ranks"):
             item.add_marker(pytest.mark.xdist_group("ranks"))
@@ -157,7 +164,13 @@ def any_folder(request: pytest.FixtureRequest, folder_of: Callable[..., Path]) -
 @pytest.fixture
 def policy(tiny_folder: Path) -> Policy:
     """Fresh for every test: free to be trained."""
-    return Policy.load(tiny_folder, torch.device("cpu"))
+    return Policy.load(tiny_folder, DEVICE, in_float32())
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """The device that TEST_DEVICE chooses: see tests/device.py."""
+    return DEVICE
 
 
 class Reference:

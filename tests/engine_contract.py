@@ -47,6 +47,7 @@ def checkpoint(folder: Path) -> dict[str, Tensor]:
 
 class EngineContract:
     tolerance = 1e-5  # of a log-probability, in nats; an engine of lower precision sets its own
+    dtype = torch.float32  # of the engine's weights
     rounding = 0.0  # of a log-probability, where the same requests are sampled again under the same weights
     memory_tolerance = 0.0  # share by which the bytes freed may differ from cycle to cycle
 
@@ -322,8 +323,8 @@ class EngineContract:
         engine, new = make_engine(folder_of("llama")), checkpoint(folder_of("llama", seed=1))
         engine.update_weights([{name: tensor.double() for name, tensor in new.items()}], version=1)
         held = engine.weights()
-        assert all(torch.equal(held[name], tensor) for name, tensor in new.items())
-        assert engine.dtype == torch.float32
+        assert all(torch.equal(held[name].cpu(), tensor) for name, tensor in new.items())
+        assert engine.dtype == self.dtype
         assert not engine.shares(torch.nn.Linear(1, 1))
 
     def test_a_request_that_cannot_be_served_is_refused_with_its_numbers(self, engine: Engine) -> None:

@@ -1,4 +1,4 @@
-"""Runs a function on several gloo ranks: `on_ranks(3, function, arguments…)` gives what each rank returned.
+"""Runs a function on several ranks, over gloo or on GPUs over NCCL: `on_ranks(3, function, arguments…)` gives what each rank returned.
 
 Workers are forked from a server process that has imported the heavy packages once, so that a run costs a moment.
 """
@@ -16,24 +16,33 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
-from hybrid_rl.processes.ranks import Ranks
+from hybrid_rl.processes.ranks import BACKENDS, Ranks
+from tests.device import DEVICE, ON_GPU
 
 TIMEOUT = (
     60.0  # seconds that a rank waits for the others, and the caller for all of them, where a test does not say more
 )
 
-context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(
-    ["torch", "torch.distributed.fsdp", "transformers", "peft", "tests.conftest", "tests.ranks"]
-)
+# a process that was forked from one in which a library has looked for GPUs could not use them
+context: Any = multiprocessing.get_context("spawn" if ON_GPU else "forkserver")
+if not ON_GPU:
+    context.set_forkserver_preload(
+        ["torch", "torch.distributed.fsdp", "transformers", "peft", "tests.conftest", "tests.ranks"]
+    )
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 def on_ranks(world: int, function: Callable[..., Any], *arguments: Any, timeout: float = TIMEOUT) -> list[Any]:
-    """[function(ranks, *arguments) of each rank]. Raises AssertionError with the first rank's traceback where one fails or hangs."""
+    """[function(ranks, *arguments) of each rank]. Raises AssertionError with the first rank's traceback where one fails or hangs.
+
+    On GPUs each rank has one of its own; a test that wants more ranks than there are is skipped.
+    """
+    if ON_GPU and world > torch.cuda.device_count():
+        pytest.skip(f"{world} ranks need as many GPUs, and there are {torch.cuda.device_count()}")
     with TemporaryDirectory() as folder:
         pipes: list[tuple[Connection, Connection]] = [context.Pipe(duplex=False) for _ in range(world)]
         store = str(Path(folder) / "store")
@@ -72,8 +81,10 @@ def _worker(
 ) -> None:  # fmt: skip
     torch.set_num_threads(1)
     try:
+        if ON_GPU:
+            torch.cuda.set_device(ranks.rank)
         dist.init_process_group(
-            "gloo",
+            BACKENDS[DEVICE.type],
             store=dist.FileStore(store, ranks.world),
             rank=ranks.rank,
             world_size=ranks.world,

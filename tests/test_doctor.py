@@ -57,3 +57,30 @@ def test_without_sglang_nobody_asks_for_what_it_needs(monkeypatch):
     assert not checks["SGLang"].ok
     assert checks["SGLang"].optional
     assert "ptrace_scope" not in checks
+
+
+def test_what_sglang_compiles_its_kernels_with_is_looked_for(installed, monkeypatch, tmp_path: Path):
+    there = {"nvcc": "/usr/bin/nvcc", "c++": "/usr/bin/c++", "ninja": "/usr/bin/ninja"}
+    monkeypatch.setattr("shutil.which", there.get)
+    assert by_name()["compilers"].ok
+    del there["nvcc"]
+    check = by_name()["compilers"]
+    assert not check.ok
+    assert check.found == "no nvcc"
+    assert check.optional
+    monkeypatch.setattr("platform.libc_ver", lambda: ("glibc", "2.31"))
+    assert not by_name()["glibc"].ok
+    monkeypatch.setattr("platform.libc_ver", lambda: ("glibc", "2.39"))
+    assert by_name()["glibc"].ok
+
+
+@pytest.mark.parametrize(("version", "fine"), [("580.159.03", True), ("575.57.08", False)])
+def test_a_driver_that_is_too_old_is_named(installed, monkeypatch, tmp_path: Path, version: str, fine: bool):
+    text = f"NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {version}  Release Build  (root@x)  Tue Jul 1\nGCC version: gcc 12.2.0\n"
+    (tmp_path / "version").write_text(text)
+    monkeypatch.setattr(doctor, "NVIDIA", tmp_path / "version")
+    check = by_name()["driver"]
+    assert check.found == version
+    assert check.ok is fine
+    monkeypatch.setattr(doctor, "NVIDIA", tmp_path / "nowhere")
+    assert "driver" not in by_name()

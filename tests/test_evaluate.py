@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -17,7 +17,7 @@ from hybrid_rl.data import TaskSets
 from hybrid_rl.engine.local import LocalEngine
 from hybrid_rl.evaluate import evaluate, scores
 from hybrid_rl.policy.model import Policy
-from hybrid_rl.report.console import Console, eval_line
+from hybrid_rl.report.console import Console, eval_line, source_lines
 from hybrid_rl.rollout.rewards import Scorer
 from hybrid_rl.types import Group, Rollout, Task
 from tests.sessions import make_session
@@ -139,3 +139,42 @@ def test_which_k(samples: int, ks: list[str] | None) -> None:
             values | {"name": "base", "tasks": 2, "samples": 4, "length": 1.0, "truncated": 0.0, "reward_errors": 0}
         )
         assert "reward 0.125 on 2 held-out tasks × 4 samples, pass@1 0.12 pass@4 0.50, length" in line
+
+
+def test_majority_and_measures_by_source() -> None:
+    """Against a count by hand: 3 of 4 say the right answer; a tie of a right and a wrong answer; no answer at all."""
+
+    def made(id: int, source: str, samples: list[tuple[float, str | None]]) -> Group:
+        rollouts = []
+        for index, (reward, answer) in enumerate(samples):
+            r = Rollout(f"t{id}", id, index, 0, [1])
+            r.score(reward, {}, {"gold": reward / 2}, answer)
+            rollouts.append(r)
+        return Group(id, Task(f"t{id}", ({"role": "user", "content": "x"},), "a", source=source), rollouts)
+
+    groups = [
+        made(0, "x", [(1.0, "a"), (1.0, "a"), (1.0, "a"), (0.0, "b")]),
+        made(1, "x", [(1.0, "a"), (0.0, "b"), (1.0, "a"), (0.0, "b")]),
+        made(2, "y", [(0.0, None)] * 4),
+        made(3, "y", [(1.0, "a"), (0.0, "b"), (0.0, "b"), (0.0, "c")]),
+    ]
+    values = scores(groups, 1.0)
+    assert values["maj_at"] == {"4": (1.0 + 0.5 + 0.0 + 0.0) / 4}
+    assert values["measures"] == {"gold": pytest.approx(6 / 32)}
+    assert values["sources"] == {"x": 5 / 8, "y": 1 / 8}
+    assert values["by_source"]["x"]["maj_at"] == {"4": 0.75}
+    means = [0.75, 0.5, 0.0, 0.25]
+    error = stdev(means) / 2
+    assert values["interval"] == pytest.approx([fmean(means) - 1.96 * error, fmean(means) + 1.96 * error], abs=1e-5)
+    values |= {"name": "model", "tasks": 4, "samples": 4, "length": 1.0, "truncated": 0.0, "reward_errors": 0}
+    assert "pass@1 0.38 pass@4 0.75 maj@4 0.38, length" in eval_line(values)
+    assert list(source_lines(values))[2].startswith("y: reward 0.125 (gold 0.062), 95% -0.")
+
+
+def test_greedy_beside_samples(policy: Policy, tmp_path: Path, shown: Any) -> None:
+    e = Evaluation(policy, tmp_path, "hash_of_answer", greedy=True)
+    stored = pq.read_table(tmp_path / "rollouts" / "greedy_rl.parquet").to_pylist()
+    assert e.values["greedy"]["reward"] == pytest.approx(fmean(row["reward"] for row in stored))
+    assert f"reward {e.returned:.3f}, greedy {e.values['greedy']['reward']:.3f} on 6 held-out tasks" in shown()
+    again = Evaluation(policy, tmp_path / "again", "hash_of_answer", temperature=0.0)
+    assert [row["token_ids"] for row in again.stored] == [row["token_ids"] for row in stored]

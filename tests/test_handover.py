@@ -17,13 +17,13 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
 from hybrid_rl.attention.attend import ATTENTION_NAME
-from hybrid_rl.config import OptimizerConfig, PolicyConfig, TinyConfig
+from hybrid_rl.config import OptimizerConfig, TinyConfig
 from hybrid_rl.engine.base import EngineError, Request, Sampling
 from hybrid_rl.engine.local import LocalEngine
 from hybrid_rl.engine.sglang.engine import given_back
 from hybrid_rl.engine.sglang.weights import ModelShapes
 from hybrid_rl.handover import HandoverError, hand_over, take_back
-from hybrid_rl.policy import tiny
+from hybrid_rl.policy import offload, tiny
 from hybrid_rl.policy.model import Policy
 from hybrid_rl.policy.offload import Offloaded
 from hybrid_rl.policy.optimizer import Optimizer
@@ -31,21 +31,23 @@ from hybrid_rl.processes.ranks import Ranks
 from hybrid_rl.report.phases import Phases
 from hybrid_rl.types import Rollout
 from tests.conftest import WORDS
+from tests.device import DEVICE, ON_GPU, in_float32
 from tests.ranks import on_ranks
 
 
 def engine_of(policy: Policy) -> LocalEngine:
-    return LocalEngine(policy.model, policy.end_ids(), 8, 64)
+    return LocalEngine(policy.model, policy.end_ids(), 8, 64, policy.device)
 
 
 @pytest.fixture(params=["qwen3", "llama"])  # tied and untied embeddings
 def pair(request, folder_of):
     """A policy, and an engine with a copy of other weights."""
-    policy = Policy.load(folder_of(request.param), torch.device("cpu"))
-    other = Policy.load(folder_of(request.param, 1), torch.device("cpu"))
+    policy = Policy.load(folder_of(request.param), DEVICE, in_float32())
+    other = Policy.load(folder_of(request.param, 1), DEVICE, in_float32())
     return policy, engine_of(other)
 
 
+@pytest.mark.gpu
 def test_shared_memory_needs_no_copy(policy):
     engine = engine_of(policy)
     assert hand_over(policy, engine, 3, verify=True) == 0
@@ -53,6 +55,7 @@ def test_shared_memory_needs_no_copy(policy):
     assert engine.shares(policy.sampler)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("bucket_bytes", [1, 1024, 2**30])
 def test_every_bucket_size_gives_bit_equal_weights(pair, bucket_bytes):
     policy, engine = pair
@@ -62,6 +65,7 @@ def test_every_bucket_size_gives_bit_equal_weights(pair, bucket_bytes):
         assert torch.equal(engine.weights()[name], tensor)
 
 
+@pytest.mark.gpu
 def test_the_engine_samples_from_the_new_weights(pair):
     policy, engine = pair
     request, greedy = [Request(0, [5, 9, 11], seed=1)], Sampling(temperature=0.0, max_tokens=8)
@@ -79,6 +83,7 @@ def engine_of_version(policy: Policy) -> LocalEngine:
     return engine
 
 
+@pytest.mark.gpu
 def test_verify_finds_a_single_wrong_value(pair):
     policy, engine = pair
     hand_over(policy, engine, 1, verify=True)
@@ -94,6 +99,7 @@ def test_verify_finds_a_single_wrong_value(pair):
         hand_over(policy, engine, 2, verify=True)
 
 
+@pytest.mark.gpu
 def test_buckets_hold_every_weight_once_and_respect_their_size(policy):
     for size in (1, 5000, 10**9):
         made = list(policy.buckets(torch.float32, size))
@@ -101,6 +107,7 @@ def test_buckets_hold_every_weight_once_and_respect_their_size(policy):
         assert all(len(b) == 1 or sum(t.nbytes for t in b.values()) <= size for b in made)
 
 
+@pytest.mark.gpu
 def test_the_mismatch_of_one_step_is_below_a_millionth(policy):
     """Engine and trainer on the same weights: mean ρ − 1 − log ρ over sampled tokens, float32, T = 1 and T ≠ 1."""
     from hybrid_rl.algo.mismatch import mismatch_kl
@@ -115,8 +122,8 @@ def test_the_mismatch_of_one_step_is_below_a_millionth(policy):
         ):
             rollouts.append(Rollout("t", 0, c.id, c.id, [5, 9, 11]))
             rollouts[-1].add_sampled(c.token_ids, c.logprobs, c.versions)
-        tokens = sampled_tokens(rollouts)
-        (row,) = pack(rollouts, "trees", 2048)
+        tokens = sampled_tokens(rollouts, DEVICE)
+        row = pack(rollouts, "trees", 2048)[0].to(DEVICE)
         with torch.no_grad():
             logprobs, _ = policy.logprobs(row, temperature)
         assert mismatch_kl(logprobs, tokens.behaviour_logprobs[row.token_index]).mean() < 1e-6
@@ -128,19 +135,20 @@ def test_the_mismatch_of_one_step_is_below_a_millionth(policy):
 def stranger(folder: Path, dtype: torch.dtype = torch.float32) -> LocalEngine:
     """An engine with memory of its own, as an inference server has."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=ATTENTION_NAME)
-    return LocalEngine(model.eval(), frozenset([257]), 8, 64, "cpu", dtype)
+    return LocalEngine(model.eval().to(DEVICE), frozenset([257]), 8, 64, DEVICE, dtype)
 
 
 def received(
     ranks: Ranks, folder: Path, other: Path, bucket_bytes: int, shard: int, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    policy, engine = Policy.load(folder, torch.device("cpu"), PolicyConfig(shard=shard), ranks), stranger(other, dtype)
+    policy, engine = Policy.load(folder, DEVICE, in_float32(shard=shard), ranks), stranger(other, dtype)
     hand_over(policy, engine, 1, verify=True, bucket_bytes=bucket_bytes)
     assert engine.version == 1
     take_back(policy, engine)
-    return {name: tensor.clone() for name, tensor in engine.weights().items()}
+    return {name: tensor.cpu().clone() for name, tensor in engine.weights().items()}
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", ["qwen3", "llama", "gpt_neox"])  # tied, untied, with biases
 @pytest.mark.parametrize(("world", "shard"), [(1, 0), (2, 0), (3, 0), (4, 2)])
 @pytest.mark.parametrize("bucket_bytes", [1024, 2**30])
@@ -154,7 +162,7 @@ def test_shards_arrive_whole_and_bit_equal(folder_of, name, world, shard, bucket
 
 
 def broken_on_one(ranks: Ranks, folder: Path, mistake: str) -> tuple[str, float, bool]:
-    policy, engine = Policy.load(folder, torch.device("cpu"), None, ranks), stranger(folder)
+    policy, engine = Policy.load(folder, DEVICE, in_float32(), ranks), stranger(folder)
     load = engine.update_weights
     if ranks.rank == 1:
 
@@ -178,6 +186,7 @@ def broken_on_one(ranks: Ranks, folder: Path, mistake: str) -> tuple[str, float,
     return "no error", 0.0, False
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("mistake", "message"), [("name", "unknown name"), ("shape", "has shape"), ("crash", "no room for the bucket")]
 )
@@ -189,8 +198,8 @@ def test_an_error_on_one_rank_is_raised_on_all_and_nobody_waits(tiny_folder, mis
 
 
 def wrong_after(ranks: Ranks, folder: Path) -> str:
-    policy = Policy.load(folder, torch.device("cpu"), None, ranks)
-    engine = LocalEngine(policy.sampler, policy.end_ids(), 8, 64)
+    policy = Policy.load(folder, DEVICE, in_float32(), ranks)
+    engine = LocalEngine(policy.sampler, policy.end_ids(), 8, 64, policy.device)
     set_version = engine.set_version
 
     def spoil(version):
@@ -207,6 +216,7 @@ def wrong_after(ranks: Ranks, folder: Path) -> str:
     return "nothing"
 
 
+@pytest.mark.gpu
 def test_verify_finds_a_wrong_value_in_unsharded_parameters(tiny_folder):
     assert (
         on_ranks(2, wrong_after, tiny_folder)
@@ -259,8 +269,8 @@ def allocated(what) -> tuple[int, int]:
 
 
 def peaks(ranks: Ranks, folder: Path) -> dict[str, tuple[int, int]]:
-    policy, engine = Policy.load(folder, torch.device("cpu"), None, ranks), stranger(folder)
-    own = LocalEngine(policy.sampler, policy.end_ids(), 8, 64)
+    policy, engine = Policy.load(folder, DEVICE, in_float32(), ranks), stranger(folder)
+    own = LocalEngine(policy.sampler, policy.end_ids(), 8, 64, policy.device)
     hand_over(policy, engine, 1, bucket_bytes=2**20)  # what is allocated once
     hand_over(policy, own, 1)
     take_back(policy, own)
@@ -288,7 +298,7 @@ def test_peak_memory_is_shard_and_bucket_and_engine(big_folder):
 def loaded(ranks: Ranks, tiny_folder: Path, folder: Path) -> tuple[int, int]:
     kept = []
     for each in (tiny_folder, folder):  # the first imports what loading needs
-        result = peak_of(lambda each=each: kept.append(Policy.load(each, torch.device("cpu"), None, ranks)))
+        result = peak_of(lambda each=each: kept.append(Policy.load(each, DEVICE, in_float32(), ranks)))
     return result
 
 
@@ -305,9 +315,9 @@ def test_only_rank_0_ever_holds_a_whole_model_while_it_loads(tiny_folder, big_fo
 
 
 def cycles(ranks: Ranks, folder: Path) -> list[int]:
-    policy = Policy.load(folder, torch.device("cpu"), PolicyConfig(), ranks)
+    policy = Policy.load(folder, DEVICE, in_float32(), ranks)
     engine, optimizer = (
-        LocalEngine(policy.sampler, policy.end_ids(), 8, 64),
+        LocalEngine(policy.sampler, policy.end_ids(), 8, 64, policy.device),
         Optimizer(policy.trainable, OptimizerConfig(), 1, 1),
     )
     used = []
@@ -328,7 +338,7 @@ def test_25_cycles_do_not_grow_memory(big_folder, world):
 
 
 def test_ten_cycles_on_one_rank_leave_no_tensor_behind(big_folder):
-    policy = Policy.load(big_folder, torch.device("cpu"))
+    policy = Policy.load(big_folder, DEVICE, in_float32())
     engine, optimizer = engine_of(policy), Optimizer(policy.trainable, OptimizerConfig(), 1, 1)
 
     def turns(first: int, last: int) -> None:
@@ -343,6 +353,7 @@ def test_ten_cycles_on_one_rank_leave_no_tensor_behind(big_folder):
 
 def test_phases_record_memory_before_and_after_and_add_up():
     phases, kept = Phases(torch.device("cpu")), []
+    resident()  # what earlier tests left to the allocator would be taken again
     with phases("grow"):
         kept.append(torch.ones(2**25))  # 128 MiB
     with phases("shrink"):
@@ -354,9 +365,10 @@ def test_phases_record_memory_before_and_after_and_add_up():
     assert phases.total == sum(phases.seconds.values()) > 0
 
 
+@pytest.mark.gpu
 def test_parked_tensors_give_their_memory_back_and_return_bit_equal():
-    base = torch.randn(1000)
-    view, other = base[100:200].view(10, 10), torch.randn(7).bfloat16()
+    base = torch.randn(1000, device=DEVICE)
+    view, other = base[100:200].view(10, 10), torch.randn(7, device=DEVICE).bfloat16()
     expected = [t.clone() for t in (base, view, other)]
 
     class Three(Offloaded):
@@ -376,6 +388,39 @@ def test_parked_tensors_give_their_memory_back_and_return_bit_equal():
     assert all(torch.equal(t, e) for t, e in zip((base, view, other), expected, strict=True))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("piece", [1, 64, 100, 2**30])
+def test_what_waits_lies_in_pieces_of_any_size(piece, monkeypatch):
+    """A tensor may lie across pieces; on a GPU they are pinned, and the next turn uses them again."""
+    monkeypatch.setattr(offload, "PIECE", piece)
+    tensors = [
+        torch.randn(n, device=DEVICE).to(dtype)
+        for n, dtype in ((3, torch.float64), (40, torch.bfloat16), (1, torch.float32))
+    ]
+    expected = [t.clone() for t in tensors]
+
+    class Some(Offloaded):
+        def waits(self):
+            return True
+
+        def waiting(self):
+            return tensors
+
+    some, hosts = Some(), []
+    for _ in range(3):
+        some.park()
+        assert all(len(host) <= piece and host.is_pinned() == ON_GPU for host in some._host)
+        assert sum(map(len, some._host)) == sum(t.nbytes for t in expected) if not ON_GPU else True
+        hosts.append([host.data_ptr() for host in some._host])
+        some.unpark()
+        assert all(torch.equal(t, e) for t, e in zip(tensors, expected, strict=True))
+    assert some._host == () if not ON_GPU else hosts[0] == hosts[2]
+    tensors.append(torch.ones(7, device=DEVICE))  # more waits now
+    some.park()
+    some.unpark()
+    assert torch.equal(tensors[-1].cpu(), torch.ones(7))
+
+
 def test_a_tied_matrix_stored_under_both_names_is_one(tmp_path, tiny_folder):
     """As in some published checkpoints: the policy has one parameter, and hands it over once."""
     shutil.copytree(tiny_folder, tmp_path / "model")
@@ -385,7 +430,7 @@ def test_a_tied_matrix_stored_under_both_names_is_one(tmp_path, tiny_folder):
     weights = load_file(file)
     save_file(weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}, file, {"format": "pt"})
     assert ModelShapes.read(tmp_path / "model") == before
-    policy = Policy.load(tmp_path / "model", torch.device("cpu"))
+    policy = Policy.load(tmp_path / "model", DEVICE, in_float32())
     names = {
         before.own_name(name, tensor)
         for bucket in policy.buckets(torch.float32, 2**20)

@@ -30,7 +30,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "PYTHONPATH": os.pathsep.join([PROJECT, *filter(None, [os.environ.get("PYTHONPATH")])]),
 }
-TIMES = {"seconds", "memory", "memory_gib", "tokens_per_second"}
+TIMES = {"seconds", "memory", "memory_gib", "memory_reserved_gib", "memory_device_gib", "tokens_per_second"}
 
 
 def start(folder: Path, *overrides: str) -> subprocess.Popen:

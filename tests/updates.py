@@ -17,17 +17,21 @@ from hybrid_rl.policy.layout import sampled_tokens
 from hybrid_rl.policy.model import Policy
 from hybrid_rl.policy.optimizer import Optimizer
 from hybrid_rl.types import Rollout
+from tests.device import in_float32
 
 
 def rows_of(layout: str = "auto", row_tokens: int = 2048, **settings: Any) -> PolicyConfig:
     """The settings of a policy whose samples lie like this in rows of this size."""
-    return PolicyConfig(layout=LayoutKind(layout), row_tokens=row_tokens, **settings)
+    return in_float32(layout=LayoutKind(layout), row_tokens=row_tokens, **settings)
 
 
-def given(rollouts: Sequence[Rollout], advantages: Sequence[float], ref_logprobs: Tensor | None = None) -> Given:
-    tokens = sampled_tokens(rollouts)
-    weights, divisor = token_mean(torch.ones(len(tokens), dtype=torch.bool), tokens.rollout_index, max_tokens=128)
-    advantage = torch.tensor(advantages, dtype=torch.float32)[tokens.rollout_index]
+def given(
+    rollouts: Sequence[Rollout], advantages: Sequence[float], ref_logprobs: Tensor | None = None, device: Any = "cpu"
+) -> Given:
+    tokens = sampled_tokens(rollouts, device)
+    kept = torch.ones(len(tokens), dtype=torch.bool, device=device)
+    weights, divisor = token_mean(kept, tokens.rollout_index, max_tokens=128)
+    advantage = torch.tensor(advantages, dtype=torch.float32, device=device)[tokens.rollout_index]
     old = tokens.behaviour_logprobs
     return Given(advantage, old, old, tokens.rollout_index, torch.ones_like(old), weights, divisor, ref_logprobs)
 
@@ -38,6 +42,6 @@ def update(
 ) -> dict[str, float]:  # fmt: skip
     """The update's statistics, with the clip fractions of both sides added up."""
     objective = module.Objective(loss, kl_coef=kl_coef)
-    facts = given(rollouts, advantages, ref_logprobs)
+    facts = given(rollouts, advantages, ref_logprobs, policy.device)
     statistics = module.update(policy, optimizer, rollouts, facts, objective, temperature).numbers
     return statistics | {"clip_fraction": statistics["clip_low"] + statistics["clip_high"]}

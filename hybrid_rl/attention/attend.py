@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedConfig
 
-from hybrid_rl.attention import flash
+from hybrid_rl.attention import kernels
 
 ATTENTION_NAME = "hybrid_rl"
 
@@ -188,31 +188,15 @@ class Packed:
     def __init__(self, lengths: list[int]):
         self.lengths = lengths
         self._bands = Bands(max(lengths))
-        self._cumulative: Tensor | None = None
+        self._spans = kernels.Spans(lengths, lengths)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, how: LayerAttention) -> Tensor:
-        in_half = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
-        if flash.varlen is not None and in_half and how.sinks is None:
-            return self._flash(query, key, value, how)[None]
+        if kernel := kernels.fused(query, value, how):
+            q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
+            return kernel(q, k, v, self._spans, how)[None]
         parts = zip(*(x.split(self.lengths, dim=2) for x in (query, key, value)), self.lengths, strict=True)
         results = [attention(q, k, v, how, self._bands.of(length, how.window, q.device)) for q, k, v, length in parts]
         return torch.cat(results, dim=2).transpose(1, 2)
-
-    def _flash(self, query: Tensor, key: Tensor, value: Tensor, how: LayerAttention) -> Tensor:
-        if self._cumulative is None:
-            self._cumulative = torch.tensor([0, *self.lengths], device=query.device).cumsum(0).to(torch.int32)
-        assert flash.varlen is not None
-        bounds, longest = self._cumulative, max(self.lengths)
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        asked = {
-            "softmax_scale": how.scaling,
-            "causal": True,
-            "window_size": (-1, -1) if how.window is None else (how.window - 1, 0),  # tokens before one's own
-            "deterministic": torch.are_deterministic_algorithms_enabled(),  # of the gradient; a second pass over it
-            **({"softcap": how.softcap} if how.softcap else {}),  # flash-attention before 2.6 does not know it
-        }
-        out: Tensor = flash.varlen(q, k, v, bounds, bounds, longest, longest, **asked)
-        return out
 
     def to(self, device: object) -> Packed:
         return self

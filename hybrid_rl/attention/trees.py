@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from hybrid_rl.attention import kernels
 from hybrid_rl.attention.attend import Bands, LayerAttention, attention
 
 BUCKET = 32  # branches of similar length that are padded to one length and attend together
@@ -43,20 +44,29 @@ class _Bucket:
 class Trees:
     """`trees` lists (prompt length, branch lengths); in the flat row [1, T] each prompt is followed by its branches.
 
-    Attention gathers tokens into padded tensors, prompts [N, P] and buckets of branches, and brings the results back
-    into the flat order. Padding exists only there, never in the linear layers.
+    A fused kernel takes the queries as they lie; prompts and branches are its samples, and before each branch's own keys lie
+    those of its prompt. Without a kernel, attention gathers tokens into padded tensors, prompts [N, P] and buckets of
+    branches, and brings the results back into the flat order. Padding exists only there, never in the linear layers.
     """
 
     def __init__(self, trees: list[tuple[int, list[int]]]):
         prompts: list[Tensor] = []
         branches: list[tuple[Tensor, Tensor]] = []  # flat positions of the prompt and of the branch
+        samples: list[
+            tuple[int, list[Tensor]]
+        ] = []  # for a fused kernel: number of queries, flat positions of the keys
         start = 0
         for length, sizes in trees:
             prompts.append(torch.arange(start, start + length))
+            if length:
+                samples.append((length, [prompts[-1]]))
             start += length
             for size in filter(None, sizes):
                 branches.append((prompts[-1], torch.arange(start, start + size)))
+                samples.append((size, list(branches[-1])))
                 start += size
+        self.keys = torch.cat([positions for _, parts in samples for positions in parts])
+        self._spans = kernels.Spans([n for n, _ in samples], [sum(map(len, parts)) for _, parts in samples])
         branches.sort(key=lambda pair: len(pair[1]))
         chunks = [branches[i : i + BUCKET] for i in range(0, len(branches), BUCKET)]
         self.prompts = pad_sequence(prompts, batch_first=True)
@@ -76,6 +86,8 @@ class Trees:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, how: LayerAttention) -> Tensor:
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
+        if kernel := kernels.fused(query, value, how):
+            return kernel(q, k[self.keys], v[self.keys], self._spans, how)[None]
         own, keys, values = (x[self.prompts].transpose(1, 2) for x in (q, k, v))
         band = self._bands.of(self.prompts.shape[1], how.window, q.device)
         results = [attention(own, keys, values, how, band)]  # right padding: causality hides it
@@ -89,6 +101,7 @@ class Trees:
         for owner, name in [
             (self, "prompts"),
             (self, "order"),
+            (self, "keys"),
             *((b, n) for b in self.buckets for n in ("queries", "keys", "last")),
         ]:
             setattr(owner, name, getattr(owner, name).to(device))

@@ -1,4 +1,4 @@
-"""Tasks from files of your own, .jsonl (also packed by gzip) or .parquet: a recipe then needs no Python for its data.
+"""Tasks from data of your own: files, Hugging Face datasets, Python functions and mixtures of them.
 
     data: {_target_: hybrid_rl.data.files.load_tasks, rl: train.jsonl, eval: test.jsonl}
 
@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
-from hybrid_rl.data.rows import Row, clip, kind_of, read_rows, short
+from hybrid_rl.data.rows import Row, clip, kind_of, short
+from hybrid_rl.data.sources import Source, sources
 from hybrid_rl.data.tasks import DataError, TaskSets, surrogates
 from hybrid_rl.types import Task
 
@@ -22,10 +24,43 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 Messages = tuple[dict[str, str], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Mapping:
+    """Which key of a row is what; see load_tasks."""
+
+    prompt: str = "prompt"
+    answer: str | None = "answer"
+    demonstration: str = "demonstration"
+    id: str = "id"
+    source: str = "source"
+    system_prompt: str | None = None
+    columns: Sequence[str] | None = None
+
+    def check(self, setting: str) -> None:
+        """Raise DataError for a value that names no key."""
+        for name in KEYS:
+            key = getattr(self, name)
+            if not isinstance(key, str) and (name, key) != ("answer", None):
+                raise DataError(f"{setting}.{name}={key!r}: must be the name of a key, as text")
+        columns = self.columns
+        if columns is not None and (isinstance(columns, str) or not all(isinstance(name, str) for name in columns)):
+            raise DataError(f"{setting}.columns={columns!r}: must be a list of keys' names")
+        if self.system_prompt is not None and (problem := _text_problem(self.system_prompt)):
+            raise DataError(f"{setting}.system_prompt={short(self.system_prompt)}: {problem}")
+
+    def read(self) -> list[str]:
+        """Return every key that may be read of a row."""
+        keys = [getattr(self, name) for name in KEYS]
+        return [key for key in (*keys, "messages", *(self.columns or [])) if key is not None]
+
+
+KEYS = ("prompt", "answer", "demonstration", "id", "source")
+
+
 def load_tasks(
-    rl: str,
-    eval: str,
-    sft: str | None = None,
+    rl: Any,
+    eval: Any,
+    sft: Any = None,
     prompt: str = "prompt",
     answer: str | None = "answer",
     demonstration: str = "demonstration",
@@ -33,96 +68,111 @@ def load_tasks(
     source: str = "source",
     system_prompt: str | None = None,
     columns: Sequence[str] | None = None,
+    duplicates: Literal["refuse", "drop"] = "refuse",
 ) -> TaskSets:
-    """Read one file a set; relative paths are relative to where the command runs. `prompt` … `source` name the keys (or columns) of a row,
-    inner ones by a path with dots (answer=reward_model.ground_truth):
+    """Return the tasks of each set, from one source or a list of them.
 
-    - prompt: a text, which becomes one user message, or a list of {role, content}. A row without it may have the list under `messages`.
-    - answer: what the reward compares with. A text is taken as it is, any other value as its JSON text. answer=null: there is none, "".
+    Relative paths begin where the command runs. A source is a .jsonl, .csv or .parquet file, a folder or hub name of Hugging Face datasets (nothing is downloaded),
+    rows that a Python function returned ({_target_: my_data.rows}), or an entry with more to say: {path or rows,
+    subset, split, take (the first so many tasks), name (the source that its tasks are of)}, and any of the following
+    for it alone. `prompt` … `source` name the keys (or columns) of a row, inner ones by a path with dots
+    (answer=reward_model.ground_truth):
+
+    - prompt: a text, which becomes one user message, or a list of {role, content}. A row without it may have the list
+      under `messages`.
+    - answer: what the reward compares with. A text is taken as it is, any other value as its JSON text. answer=null:
+      there is none, "".
     - demonstration: what SFT imitates; each row of the sft file must have one.
-    - id: a text or a whole number, unique in its file; by default a hash of prompt and answer. The task's id is rl/<id>, eval/<id>, sft/<id>.
+    - id: a text or a whole number, unique in its source; by default a hash of prompt and answer. The task's id is
+      rl/<id>, eval/<id>, sft/<id>, with the name of its source before the row's own id.
     - source: where the task is from; evaluations then also report each source.
     - columns: which other keys a task keeps, as task.columns, for the reward; by default all but those that hold bytes.
 
-    `system_prompt` goes before every prompt that does not begin with a system message. A prompt of the eval file may be in no other file.
+    `system_prompt` goes before every prompt that does not begin with a system message. A prompt of the eval set may be
+    in no other set, and a task in a set once; duplicates="drop" leaves out the later one, and counts it.
 
     Raises DataError, in one line, with file, line (or row), key, value and what to do.
     """
-    keys = {"prompt": prompt, "answer": answer, "demonstration": demonstration, "id": id, "source": source}
-    if bad := next(
-        (
-            f"{name}={key!r}"
-            for name, key in keys.items()
-            if not isinstance(key, str) and (name, key) != ("answer", None)
-        ),
-        None,
-    ):
-        raise DataError(f"data.{bad}: must be the name of a key, as text")
-    if columns is not None and (isinstance(columns, str) or not all(isinstance(name, str) for name in columns)):
-        raise DataError(f"data.columns={columns!r}: must be a list of keys' names")
-    if system_prompt is not None and (problem := _text_problem(system_prompt)):
-        raise DataError(f"data.system_prompt={short(system_prompt)}: {problem}")
+    base = Mapping(prompt, answer, demonstration, id, source, system_prompt, columns)
+    base.check("data")
     sets: dict[str, list[Task]] = {"sft": [], "rl": [], "eval": []}
     held_out: dict[bytes, str] = {}
+    dropped: Counter[str] = Counter()
     for name, given in (("eval", eval), ("rl", rl), ("sft", sft)):
         if given is None and name == "sft":
             continue
-        if not isinstance(given, str):
-            raise DataError(f"data.{name}={given!r}: must be the path of a .jsonl or .parquet file")
         places: dict[str, str] = {}
-        read = [key for key in (*keys.values(), "messages", *(columns or [])) if key is not None]
-        for place, row, unread in read_rows(name, Path(given), read, every=columns is None):
-            task = _Reader(Path(given), place, row, unread, keys, columns, system_prompt).task(name)
-            if (first := places.setdefault(task.id, place)) != place:
-                own = (
-                    f"{id}={task.id.partition('/')[2]!r}" if find(row, id) is not None else "the same prompt and answer"
-                )
-                raise DataError(
-                    f"{given}, {place}: has {own} as {first}; remove one of them, or give each an {id!r} of its own"
-                )
+        found = sources(name, given, asdict(base))
+        for place, own, task in _tasks(name, found, base):
             digest = sha256(json.dumps(task.messages).encode()).digest()
-            if name == "eval":
+            problem = ""
+            if (first := places.setdefault(task.id, place)) != place:
+                problem = (
+                    f"has {own} as {first}; remove one of them, or give each another"
+                    if own
+                    else f"has the same prompt and answer as {first}; remove one of them, give each an {id!r} of its own, "
+                    "or set data.duplicates=drop"
+                )
+            elif name == "eval":
                 held_out.setdefault(digest, place)
             elif digest in held_out:
-                raise DataError(
-                    f"{given}, {place}: has the prompt of {eval}, {held_out[digest]}; what evaluations measure must not be trained on: remove one"
+                problem = (
+                    f"has the prompt of {held_out[digest]}; what evaluations measure must not be trained on: remove one, "
+                    "or set data.duplicates=drop"
                 )
-            sets[name].append(task)
+            if problem and (duplicates == "refuse" or (own and first != place)):
+                raise DataError(f"{place}: {problem}")
+            if problem:
+                dropped[
+                    f"{name} tasks that are there twice" if first != place else f"{name} tasks whose prompt is held out"
+                ] += 1
+            else:
+                sets[name].append(task)
         if not sets[name]:
-            raise DataError(f"{given}: has no rows; data.{name} needs at least one")
-    return TaskSets(**sets)
+            where = ", ".join(source.where for source in found)
+            raise DataError(f"{where}: has no rows; data.{name} needs at least one")
+    notes = tuple(f"left out {count:,} {what}" for what, count in dropped.items())
+    return TaskSets(**sets, notes=notes)
+
+
+def _tasks(name: str, found: Sequence[Source], base: Mapping) -> Iterator[tuple[str, str, Task]]:
+    """Yield (place with its file, what the row has as its own id or "", task) of every row of a set."""
+    for source in found:
+        mapping = replace(base, **source.mapping)
+        mapping.check(f"data.{name}")
+        rows = source.read(mapping.read(), mapping.columns is None)
+        for count, (place, row, unread) in enumerate(rows):
+            if count == source.take:
+                break
+            reader = _Reader(source.where, place, row, unread, mapping)
+            id = reader.label("id")
+            own = "" if id is None else f"{mapping.id}={id!r}"
+            yield f"{source.where}, {place}", own, reader.task(name, id, source.name)
 
 
 class _Reader:
-    """One row of a file to a task; what is wrong with it is raised with its place."""
+    """One row of a source to a task; what is wrong with it is raised with its place."""
 
-    def __init__(
-        self,
-        path: Path,
-        place: str,
-        row: Row,
-        unread: Sequence[str],
-        keys: Mapping[str, str | None],
-        columns: Sequence[str] | None,
-        system_prompt: str | None,
-    ):
-        self.path, self.place, self.row, self.unread = path, place, row, unread
-        self.keys, self.columns, self.system_prompt = keys, columns, system_prompt
+    def __init__(self, where: str, place: str, row: Row, unread: Sequence[str], mapping: Mapping):
+        self.where, self.place, self.row, self.unread, self.mapping = where, place, row, unread, mapping
 
-    def task(self, name: str) -> Task:
+    def task(self, set_name: str, id: str | None, source: str | None) -> Task:
         messages = self._messages()
         answer = self._answer()
-        demonstration = self._text("demonstration", wanted=name == "sft")
-        source = self._label("source") or ""
-        id = self._label("id") or sha256(json.dumps([messages, answer]).encode()).hexdigest()[:16]
-        return Task(f"{name}/{id}", messages, answer, demonstration, source, self._columns())
+        demonstration = self._text("demonstration", wanted=set_name == "sft")
+        if id is None:
+            id = sha256(json.dumps([messages, answer]).encode()).hexdigest()[:16]
+        elif source is not None:
+            id = f"{source}/{id}"
+        source = (self.label("source") or "") if source is None else source
+        return Task(f"{set_name}/{id}", messages, answer, demonstration, source, self._columns())
 
     def _messages(self) -> Messages:
-        key = str(self.keys["prompt"])
+        key = str(self.mapping.prompt)
         if find(self.row, key) is None and self.row.get("messages") is not None:
             key = "messages"
         value = self._value("prompt", wanted=True) if key != "messages" else self.row["messages"]
-        if isinstance(value, str) and key == self.keys["prompt"]:
+        if isinstance(value, str) and key == self.mapping.prompt:
             messages = [{"role": "user", "content": value}]
             if problem := _text_problem(value):
                 self._refuse(key, value, problem)
@@ -135,8 +185,8 @@ class _Reader:
             self._refuse(
                 last, "assistant", "is the last message, and the policy is to answer; move it to 'demonstration'"
             )
-        if self.system_prompt is not None and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": self.system_prompt})
+        if self.mapping.system_prompt is not None and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": self.mapping.system_prompt})
         return tuple(messages)
 
     def _message(self, key: str, message: Any) -> dict[str, str]:
@@ -158,37 +208,39 @@ class _Reader:
         return {"role": message["role"], "content": message["content"]}
 
     def _answer(self) -> str:
-        if self.keys["answer"] is None:
+        if self.mapping.answer is None:
             return ""
         value = self._value("answer", wanted=True)
         try:
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, allow_nan=False)
         except (TypeError, ValueError, RecursionError):
-            self._refuse(self.keys["answer"], value, f"is {kind_of(value)}, which has no JSON text; write it as a text")
+            self._refuse(self.mapping.answer, value, f"is {kind_of(value)}, which has no JSON text; write it as a text")
         if surrogates(text):
-            self._refuse(self.keys["answer"], text, SURROGATE)
+            self._refuse(self.mapping.answer, text, SURROGATE)
         return text
 
     def _text(self, name: str, wanted: bool = False) -> str | None:
         value = self._value(name, wanted)
         if value is not None and (problem := _text_problem(value)):
-            self._refuse(self.keys[name], value, problem)
+            self._refuse(getattr(self.mapping, name), value, problem)
         return value
 
-    def _label(self, name: str) -> str | None:
+    def label(self, name: str) -> str | None:
         """A short text that reports and messages show in a line: an id or a source."""
-        value = self._value(name, wanted=self.keys[name] != name)  # a key that was named on purpose must be there
+        value = self._value(
+            name, wanted=getattr(self.mapping, name) != name
+        )  # a key that was named on purpose must be there
         if isinstance(value, int) and not isinstance(value, bool):
             return str(value)
         if value is not None and (problem := _text_problem(value)):
-            self._refuse(self.keys[name], value, problem)
+            self._refuse(getattr(self.mapping, name), value, problem)
         if value is not None and any(ord(c) < 32 or c in "\x7f\x85\u2028\u2029" for c in value):
-            self._refuse(self.keys[name], value, "must be one line without control characters")
+            self._refuse(getattr(self.mapping, name), value, "must be one line without control characters")
         return value
 
     def _value(self, name: str, wanted: bool) -> Any:
         """The row's value, where null is the same as none."""
-        key = str(self.keys[name])
+        key = str(getattr(self.mapping, name))
         value = find(self.row, key)
         if value is None and wanted:
             if key in self.row and name != "demonstration":
@@ -205,20 +257,23 @@ class _Reader:
             else f", which is {what}"
         )
         there = "" if near else f"; there are: {clip(', '.join(top))}" if top else "; the row is empty"
-        raise DataError(f"{self.path}, {self.place}: has no {key!r}{hint}{there}")
+        raise DataError(f"{self.where}, {self.place}: has no {key!r}{hint}{there}")
 
     def _columns(self) -> Row:
         """Return what the task keeps beside its own fields, for the reward."""
-        if self.columns is None:
-            used = {*self.keys.values(), *(["messages"] if find(self.row, str(self.keys["prompt"])) is None else [])}
+        if self.mapping.columns is None:
+            used = {
+                *(getattr(self.mapping, name) for name in KEYS),
+                *(["messages"] if find(self.row, str(self.mapping.prompt)) is None else []),
+            }
             return {key: value for key, value in self.row.items() if key not in used}
-        for key in self.columns:
+        for key in self.mapping.columns:
             if not _is_there(self.row, key):
                 self._absent(key, "data.columns", "named in data.columns")
-        return {key: find(self.row, key) for key in self.columns}
+        return {key: find(self.row, key) for key in self.mapping.columns}
 
     def _refuse(self, key: str | None, value: Any, problem: str) -> NoReturn:
-        raise DataError(f"{self.path}, {self.place}: {key}={short(value)}: {problem}")
+        raise DataError(f"{self.where}, {self.place}: {key}={short(value)}: {problem}")
 
 
 NOTHING: tuple[Any, ...] = (None, "", [], {})  # what a message's other keys may be: some writers fill them in

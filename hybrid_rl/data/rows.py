@@ -1,15 +1,17 @@
-"""Rows of .jsonl and .parquet files, read under bounds: a small file must not fill the memory.
+"""Rows of .jsonl, .csv and .parquet files and Arrow tables, read under bounds: a small file must not fill the memory.
 
 A file's own first bytes say whether it is gzip or parquet; its name decides otherwise.
 """
 
 from __future__ import annotations
 
+import csv
 import gzip
+import io
 import json
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, NoReturn, cast
 
@@ -20,6 +22,7 @@ from pyarrow import types
 
 from hybrid_rl.data.tasks import DataError
 
+FILES = (".jsonl", ".jsonl.gz", ".parquet", ".csv", ".csv.gz")
 LONGEST_LINE = 64 * 2**20  # bytes of a line
 DEEPEST = 100  # levels of lists and objects in a row
 OPENS_TO = 64 * 2**20  # bytes that a file may always open to; beyond that, RATIO times its own size
@@ -29,35 +32,35 @@ MAGIC = {b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"PK\x
 Row = dict[str, Any]
 
 
-def read_rows(name: str, path: Path, keys: Collection[str], every: bool) -> Iterator[tuple[str, Row, list[str]]]:
+def read_rows(setting: str, path: Path, keys: Collection[str], every: bool) -> Iterator[tuple[str, Row, list[str]]]:
     """Yield (place, row, names of columns that were not read), one row at a time.
+
+    `setting` is the key that names the file.
 
     Of a parquet file the columns that hold `keys` are read, and where `every` all others whose values JSON can hold.
     Raises DataError, in one line, for a file that cannot be read and for one that opens to far more than its size.
     """
-    if not path.name.endswith((".jsonl", ".jsonl.gz", ".parquet")):
+    if not path.name.endswith(FILES):
         raise DataError(
-            f"data.{name}={path}: must be a file that ends in .jsonl (one JSON object a line), .jsonl.gz or .parquet"
+            f"{setting}={path}: must be a file that ends in .jsonl (one JSON object a line), .csv (names in its first "
+            "row), .jsonl.gz, .csv.gz or .parquet, or a folder or hub name (owner/name) of datasets"
         )
     try:
         with path.open("rb") as file:
             start = file.read(6)
         if packed := next((kind for magic, kind in MAGIC.items() if start.startswith(magic)), None):
-            raise DataError(
-                f"data.{name}={path}: is a {packed} file, which is not read; unpack it, or pack it with gzip"
-            )
+            raise DataError(f"{setting}={path}: is a {packed} file, which is not read; unpack it, or pack it with gzip")
         if start.startswith(b"PAR1") or path.suffix == ".parquet":
             yield from _parquet_rows(path, keys, every)
         else:
             with gzip.open(path) if start.startswith(b"\x1f\x8b") else path.open("rb") as lines:
-                yield from _json_rows(path, cast(IO[bytes], lines))
+                as_csv = path.name.endswith((".csv", ".csv.gz"))
+                yield from (_csv_rows if as_csv else _json_rows)(path, cast(IO[bytes], lines))
     except (OSError, EOFError, ValueError, zlib.error, MemoryError) as error:
         if isinstance(error, DataError):
             raise
         reason = getattr(error, "strerror", None) or next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise DataError(
-            f"data.{name}={path}: cannot be read: {reason} (relative paths begin at {Path.cwd()})"
-        ) from error
+        raise DataError(f"{setting}={path}: cannot be read: {reason} (relative paths begin at {Path.cwd()})") from error
 
 
 class _Opened:
@@ -145,32 +148,84 @@ def _no_number(name: str) -> NoReturn:
 DECODER = json.JSONDecoder(object_pairs_hook=_once, parse_constant=_no_number)
 
 
-# ---- .parquet ---------------------------------------------------------------------------------------------------------
+# ---- .csv -------------------------------------------------------------------------------------------------------------
+
+
+def _csv_rows(path: Path, file: IO[bytes]) -> Iterator[tuple[str, Row, list[str]]]:
+    """Yield rows of texts; an empty field is "". Line breaks inside quotes belong to their field."""
+    csv.field_size_limit(LONGEST_LINE)
+    opened, reader = _Opened(path), None
+
+    def counted(lines: Iterable[str]) -> Iterator[str]:
+        for line in lines:
+            opened.add(len(line))
+            yield line
+
+    try:
+        reader = csv.reader(counted(io.TextIOWrapper(file, encoding="utf-8-sig", newline="")), strict=True)
+        names = next(reader, [])
+        if doubled := next((name for name in names if names.count(name) > 1), None):
+            raise DataError(f"{path}: has two columns {doubled!r}; rename one of them")
+        for fields in reader:
+            if len(fields) not in (0, len(names)):
+                raise DataError(
+                    f"{path}, line {reader.line_num}: has {len(fields)} fields, and the first row names {len(names)}; "
+                    "quote fields that hold commas"
+                )
+            if fields:
+                yield f"line {reader.line_num}", dict(zip(names, fields, strict=True)), []
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path}: is not UTF-8 (after line {reader.line_num if reader else 0}); save the file as UTF-8"
+        ) from error
+    except csv.Error as error:
+        raise DataError(f"{path}, line {reader.line_num if reader else 1}: is not CSV: {error}") from error
+
+
+# ---- .parquet and Arrow ---------------------------------------------------------------------------------------------------------
 
 
 def _parquet_rows(path: Path, keys: Collection[str], every: bool) -> Iterator[tuple[str, Row, list[str]]]:
     with pq.ParquetFile(path) as file:
-        schema, number = file.schema_arrow, 0
-        names = schema.names
-        if doubled := next((name for name in names if names.count(name) > 1), None):
-            raise DataError(f"{path}: has two columns {doubled!r}; rename one of them")
-        plain = {field.name: _plain(field.type) for field in schema}
-        wanted = [name for name in names if _holds_one(name, keys) or (every and plain[name] is not None)]
-        others = [name for name in names if name not in wanted]
-        if not wanted and file.metadata.num_rows:
+        wanted = _wanted(str(path), file.schema_arrow, keys, every)
+        opened, largest = _Opened(path), _check_sizes(path, file.metadata, wanted)
+
+        def batches() -> Iterator[pa.RecordBatch]:
+            if not wanted and file.metadata.num_rows:  # one row in which nothing is found
+                yield from file.iter_batches(1)
+            for batch in file.iter_batches(max(16, min(1000, 4 * OPENS_TO // max(1, largest))), columns=wanted):
+                opened.add(batch.nbytes)  # decoded: a long text that every row repeats is stored once
+                yield batch
+
+        yield from arrow_rows(str(path), file.schema_arrow, batches(), keys, every)
+
+
+def _wanted(where: str, schema: pa.Schema, keys: Collection[str], every: bool) -> list[str]:
+    """Return the columns that hold `keys`, and where `every` all others whose values JSON can hold."""
+    names = schema.names
+    if doubled := next((name for name in names if names.count(name) > 1), None):
+        raise DataError(f"{where}: has two columns {doubled!r}; rename one of them")
+    return [f.name for f in schema if _holds_one(f.name, keys) or (every and _plain(f.type) is not None)]
+
+
+def arrow_rows(
+    where: str, schema: pa.Schema, batches: Iterable[pa.RecordBatch], keys: Collection[str], every: bool
+) -> Iterator[tuple[str, Row, list[str]]]:
+    """Yield what read_rows does of Arrow batches, which hold the columns of `schema` or the wanted ones alone."""
+    wanted, number = _wanted(where, schema, keys, every), 0
+    others = [name for name in schema.names if name not in wanted]
+    for batch in batches:
+        if not wanted:
             yield "row 1", {}, others  # in which nothing is found
             return
-        opened, largest = _Opened(path), _check_sizes(path, file.metadata, wanted)
-        for batch in file.iter_batches(max(16, min(1000, 4 * OPENS_TO // max(1, largest))), columns=wanted):
-            opened.add(batch.nbytes)  # decoded: a long text that every row repeats is stored once
-            for name in wanted:
-                if plain[name] not in (None, batch.schema.field(name).type):
-                    batch = batch.set_column(
-                        batch.schema.get_field_index(name), name, batch.column(name).cast(plain[name])
-                    )
-            for row in _python(path, batch, number):
-                number += 1
-                yield f"row {number}", row, others
+        batch = batch.select(wanted)
+        for place, name in enumerate(wanted):
+            plain = _plain(schema.field(name).type)
+            if plain not in (None, batch.schema.field(name).type):
+                batch = batch.set_column(place, name, batch.column(name).cast(plain))
+        for row in _python(where, batch, number):
+            number += 1
+            yield f"row {number}", row, others
 
 
 def _holds_one(column: str, keys: Collection[str]) -> bool:
@@ -217,7 +272,7 @@ def _plain(kind: pa.DataType) -> pa.DataType | None:
     return kind if known or types.is_string(kind) or types.is_large_string(kind) else None
 
 
-def _python(path: Path, batch: pa.RecordBatch, before: int) -> list[Row]:
+def _python(path: str, batch: pa.RecordBatch, before: int) -> list[Row]:
     try:
         columns = {name: batch.column(name).to_pylist() for name in batch.schema.names}
     except UnicodeDecodeError:

@@ -29,6 +29,7 @@ class TaskSets:
     sft: Sequence[Task]
     rl: Sequence[Task]
     eval: Sequence[Task]
+    notes: tuple[str, ...] = ()  # what a user should know of them: what was left out, and why
 
     def __post_init__(self) -> None:
         owner: dict[str, str] = {}
@@ -92,7 +93,7 @@ def template_arguments(config: dict[str, Any]) -> dict[str, Any]:
 def load_task_sets(config: dict[str, Any], *, rl_tasks: int, sft_tasks: int) -> TaskSets:
     """Call the recipe's loader. Raises DataError where it fails, and for a set smaller than what one step draws from it (0: set unused)."""
     try:
-        sets = instantiate({key: value for key, value in config.items() if key != ARGUMENTS})
+        sets = instantiate({key: value for key, value in config.items() if key != ARGUMENTS}, _convert_="all")
     except InstantiationException as error:
         cause = error.__cause__ or error
         raise (

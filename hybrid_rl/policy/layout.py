@@ -16,17 +16,10 @@ from torch import Tensor
 
 from hybrid_rl.attention.attend import AttentionLayout, Packed, Padded
 from hybrid_rl.attention.trees import Trees
-from hybrid_rl.config import LayoutKind
 from hybrid_rl.processes.ranks import Ranks
 from hybrid_rl.types import PackedBatch, Rollout
 
 Layout = Literal["padded", "packed", "trees"]
-
-
-def choose_layout(kind: LayoutKind, device: torch.device) -> Layout:
-    if kind == LayoutKind.auto:
-        return "packed" if device.type == "cuda" else "trees"
-    return kind.value
 
 
 @dataclass(slots=True)

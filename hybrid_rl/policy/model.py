@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
@@ -12,13 +13,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from hybrid_rl.config import Offload, PolicyConfig, Precision
+from hybrid_rl.config import Offload, PolicyConfig
 from hybrid_rl.model_folder.export import write_folder
-from hybrid_rl.model_folder.read import ModelError, empty_model, stored_names
+from hybrid_rl.model_folder.read import ModelError, empty_model, read_config, stored_names
 from hybrid_rl.model_folder.tokenizer import end_ids, read_tokenizer
 from hybrid_rl.model_folder.transformers_private import conversions_of, enable_checkpointing, folder_of, layer_classes
 from hybrid_rl.policy import lora
-from hybrid_rl.policy.layout import Layout, choose_layout, pack
+from hybrid_rl.policy.defaults import choose_layout, compute_dtype, logit_elements, row_tokens
+from hybrid_rl.policy.layout import Layout, pack
 from hybrid_rl.policy.load import Described, hidden_states, read_model
 from hybrid_rl.policy.logprobs import logits_of, token_cross_entropy, token_logprobs
 from hybrid_rl.policy.offload import Offloaded
@@ -27,9 +29,6 @@ from hybrid_rl.policy.torch_private import Loan, share_buffers
 from hybrid_rl.processes import hangs
 from hybrid_rl.processes.ranks import Ranks
 from hybrid_rl.types import PackedBatch, Rollout
-
-LOGIT_CHUNK_ELEMENTS = 64 * 2**20  # logits held at a time: 256 MiB of float32
-DTYPES = {Precision.float32: torch.float32, Precision.bfloat16: torch.bfloat16, Precision.float16: torch.float16}
 
 PerToken = Callable[[Tensor, nn.Module, Tensor], object]
 
@@ -84,7 +83,7 @@ class Policy(Offloaded):
         kept = self.sampler.state_dict().keys()  # not the model's: asking for it reshards
         self._buffers = {name: b for name, b in self.model.named_buffers() if name in kept}
         self.vocabulary = self.model.get_output_embeddings().weight.shape[0]
-        self.chunk = max(1, LOGIT_CHUNK_ELEMENTS // self.vocabulary)
+        self.chunk = max(1, logit_elements(device) // self.vocabulary)
         self._loan: Loan | None = None  # of whole parameters, to the sampler
 
     @classmethod
@@ -105,13 +104,16 @@ class Policy(Offloaded):
             )
         if ranks.main:
             try:
+                settings = replace(settings, row_tokens=row_tokens(settings, read_config(folder), device))
                 whole = read_model(folder, settings.row_tokens)
             except ModelError as error:
                 problem = error
         ranks.agree(problem)
+        rows = ranks.from_main(lambda: settings.row_tokens)  # one number, also if GPUs differ
         configs = lambda: (whole.config, whole.generation_config)  # type: ignore[union-attr]  # noqa: E731
         config, generation = ranks.from_main(configs)
-        return cls(whole, Described(config, generation, read_tokenizer(folder)), device, settings, ranks)
+        known = Described(config, generation, read_tokenizer(folder))
+        return cls(whole, known, device, replace(settings, row_tokens=rows), ranks)
 
     def _shard(self, whole: PreTrainedModel | None) -> None:
         size = self.settings.shard or self.ranks.local_world
@@ -146,7 +148,7 @@ class Policy(Offloaded):
     @property
     def layout(self) -> Layout:
         """How samples lie in rows."""
-        return choose_layout(self.settings.layout, self.device)
+        return choose_layout(self.settings.layout, self.device)  # type: ignore[return-value]
 
     def rows(self, rollouts: Sequence[Rollout]) -> Iterator[PackedBatch]:
         """Yield this rank's rows of the rollouts, on the device; every rank yields the same number."""
@@ -262,11 +264,6 @@ class SideModel(Policy):
     def waits(self) -> bool:
         """Return True on a GPU; on the CPU if policy.offload says so, except on one rank, which maps its file."""
         return self.device.type != "cpu" or (self.settings.offload == Offload.all and self.ranks.world > 1)
-
-
-def compute_dtype(precision: Precision, device: torch.device) -> torch.dtype:
-    """Return the dtype to compute in; `auto` is bfloat16 on a GPU and float32 on the CPU."""
-    return DTYPES.get(precision, torch.bfloat16 if device.type == "cuda" else torch.float32)
 
 
 def pick_device(choice: str) -> torch.device:

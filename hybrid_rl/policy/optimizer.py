@@ -42,6 +42,9 @@ class Optimizer(Offloaded):
     steps without an update sets it. `bad` counts skipped steps in a row. In float16, where small gradients would become
     0, the loss is multiplied by `scale` before backward; `scale` halves at every overflow and doubles after
     SCALE_UP_AFTER good steps.
+
+    The moments exist from the beginning, as zeros: on a GPU they then lie together, not between the activations of the
+    first step, and a run that has too little memory for them ends before it samples.
     """
 
     def __init__(
@@ -71,6 +74,8 @@ class Optimizer(Offloaded):
         )
         self.steps = 0
         self.bad = 0
+        self.stepped = False  # the moments are more than zeros
+        self._begin(self._zeros())
 
     def learning_rate(self) -> float:
         """Return the next step's rate: linear warm-up, then constant, or falling to final_lr · lr at the last step."""
@@ -93,6 +98,7 @@ class Optimizer(Offloaded):
             for group in self.adamw.param_groups:
                 group["lr"] = lr
             self.adamw.step()
+            self.stepped = True
         overflow = (
             self.scaled and not finite and self.scale > 1
         )  # a smaller scale mends it, so it does not count as bad
@@ -150,11 +156,20 @@ class Optimizer(Offloaded):
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the moments, "<parameter>.exp_avg" and so on, sharded like their parameter; {} before a step."""
+        return self._tensors() if self.stepped else {}
+
+    def _tensors(self) -> dict[str, Tensor]:
         states = ((name, self.adamw.state.get(p, {})) for name, p in zip(self.names, self.parameters, strict=True))
         return {f"{name}.{key}": value for name, state in states for key, value in state.items()}
 
     def blank(self) -> dict[str, Tensor]:
-        """Return zeros with the names and shapes of `tensors` after a step, to be filled from a checkpoint."""
+        """Return zeros with the names and shapes of `tensors` after a step, to be filled from a checkpoint.
+
+        Before the first step they are the moments themselves, so that no second set takes memory.
+        """
+        return self._zeros() if self.stepped else self._tensors()
+
+    def _zeros(self) -> dict[str, Tensor]:
         named = dict(zip(self.names, self.parameters, strict=True))
         moments = {f"{name}.{key}": torch.zeros_like(p) for name, p in named.items() for key in MOMENTS}
         return moments | {f"{name}.step": torch.zeros((), device=p.device) for name, p in named.items()}
@@ -164,18 +179,22 @@ class Optimizer(Offloaded):
         return {"steps": self.steps, "bad": self.bad, "scale": self.scale, "good": self.good}
 
     def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, float]) -> None:
-        for name, parameter in zip(self.names, self.parameters, strict=True):
-            found = {key: tensors[f"{name}.{key}"] for key in (*MOMENTS, "step") if f"{name}.{key}" in tensors}
-            if found:
-                self.adamw.state[parameter] = found
+        """Continue with the moments `tensors`, empty if there was no step, and the counters of `state`."""
+        self.stepped = bool(tensors)
+        if tensors:
+            self._begin(tensors)
         self.steps, self.bad, self.good = (int(state[name]) for name in ("steps", "bad", "good"))
         self.scale = state["scale"]
+
+    def _begin(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            self.adamw.state[parameter] = {key: tensors[f"{name}.{key}"] for key in (*MOMENTS, "step")}
 
     def waits(self) -> bool:
         return self.offload
 
     def waiting(self) -> Iterator[Tensor]:
-        return (local(t) for name, t in self.tensors().items() if not name.endswith(".step"))
+        return (local(t) for name, t in self._tensors().items() if not name.endswith(".step"))
 
 
 def make_optimizer(policy: Policy, config: OptimizerConfig, steps: int) -> Optimizer:

@@ -17,7 +17,7 @@ from hybrid_rl.engine.make import choose_engine
 from hybrid_rl.machine import free_memory
 from hybrid_rl.model_folder.read import ModelError, check_stored, empty_model, read_config, reason
 from hybrid_rl.policy import lora
-from hybrid_rl.policy.model import LOGIT_CHUNK_ELEMENTS, compute_dtype
+from hybrid_rl.policy.defaults import activation_bytes, compute_dtype, logit_elements, row_tokens
 from hybrid_rl.policy.positions import Limit, limits
 from hybrid_rl.processes.ranks import Ranks
 
@@ -141,11 +141,11 @@ def disk_bytes(config: Config, sizes: Sizes) -> int:
 def later_bytes(config: Config, trainable: int) -> int:
     """Return the bytes of a rank's GPU that the trainer allocates after the engine is made, and holds while it samples.
 
-    These are Adam's moments of the rank's `trainable` parameters, unless they are offloaded, and two buckets of the
-    handover.
+    These are Adam's moments of the rank's `trainable` parameters, unless they are offloaded, and three buckets of the
+    handover: the one that is gathered, its flat copy, and the copy before it, which the engine may let go of late.
     """
     moments = 8 * trainable if config.policy.offload == Offload.none else 0
-    return moments + 2 * config.handover.bucket_mib * 2**20
+    return moments + 3 * config.handover.bucket_mib * 2**20
 
 
 # bytes of a sampled token in a rollouts file: id, log-probability, log-ratio, entropy and text, compressed; prompts are
@@ -199,8 +199,7 @@ def memory_by_phase(config: Config, sizes: Sizes, device: torch.device, ranks: R
     """Return the GiB that one rank holds in each phase, by item; computed, not measured (docs/gpus.md has the table).
 
     Of reference, teacher and critic, one computes at a time; on a GPU the idle ones are in host memory, except the
-    critic, which stays while the policy trains. Activations are a rule of thumb: 34 values per token and hidden unit in
-    each layer, or 1 with activation checkpointing.
+    critic, which stays while the policy trains. Activations are a rule of thumb.
     """
     text, policy = sizes.model.get_text_config(), config.policy
     parameters, trainable = sizes.parameters, sizes.trainable
@@ -212,9 +211,7 @@ def memory_by_phase(config: Config, sizes: Sizes, device: torch.device, ranks: R
     kv_tokens = config.engine.slots * (config.rollout.max_prompt_tokens + config.rollout.max_tokens)
     # with the head the largest FSDP unit, and unsharded during the whole backward
     embeddings = text.vocab_size * text.hidden_size
-    layer, row = (parameters - embeddings) / text.num_hidden_layers, policy.row_tokens
-    kept, again = (1, 34) if policy.activation_checkpointing else (34, 0)
-    activations = (kept * text.num_hidden_layers + again) * text.hidden_size * row * size
+    layer, row = (parameters - embeddings) / text.num_hidden_layers, row_tokens(policy, text, device)
     stays = lambda what: 0 if policy.offload in what else 1  # noqa: E731
     critic = sizes.beside.get("critic", 0)
     scorers = {name: count for name, count in sizes.beside.items() if name != "critic"}
@@ -237,8 +234,8 @@ def memory_by_phase(config: Config, sizes: Sizes, device: torch.device, ranks: R
             "critic": 12 * critic / share,
             "gradients": 4 * max(trainable, critic) / share,  # policy and critic train one after the other
             "Adam moments": 8 * trainable / share,
-            "activations": activations,
-            "logits": 3 * 4 * min(LOGIT_CHUNK_ELEMENTS, row * text.vocab_size),
+            "activations": activation_bytes(policy, text, dtype) * row,
+            "logits": 3 * 4 * min(logit_elements(device), row * text.vocab_size),
         },
     }
     if scorers and on_gpu:  # they score one at a time, before gradients exist

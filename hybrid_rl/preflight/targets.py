@@ -26,7 +26,7 @@ def target_problem(node: Any, called_with: tuple[str, ...]) -> tuple[str, str] |
         return "_target_", "names no function; set it in the recipe"
     if not isinstance(node["_target_"], str) or "." not in node["_target_"].strip("."):
         return "_target_", FUNCTION
-    module, _, name = node["_target_"].rpartition(".")
+    module, name = _defined(node["_target_"])
     source = source_of(module)
     if source is None:
         if source_of(module.rpartition(".")[0]):  # an attribute of a class
@@ -46,6 +46,9 @@ def target_problem(node: Any, called_with: tuple[str, ...]) -> tuple[str, str] |
     if found is None:
         return "_target_", f"{module} defines no {name!r}; {nearest(name, public)}"
     if isinstance(found, ast.ClassDef):
+        if called_with and not any(getattr(n, "name", "") == "__call__" for n in found.body) and not found.bases:
+            return "_target_", f"{module}.{name} is a class without __call__({', '.join(called_with)})"
+        called_with = ()  # its object is called
         found = next((n for n in found.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
     if found is None or found.decorator_list:  # a decorator may change what it takes
         return None
@@ -88,6 +91,19 @@ def _bound_otherwise(tree: ast.Module, name: str) -> bool:
     return False
 
 
+def _defined(target: str) -> tuple[str, str]:
+    """Return (module, name) of a target, with a name that a package of hybrid_rl imports followed to its definition."""
+    module, _, name = target.rpartition(".")
+    source = source_of(module) if module.startswith("hybrid_rl.") else None
+    if source is not None and source.name == "__init__.py":
+        for node in ast.parse(source.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ImportFrom) and any(
+                alias.name == name and not alias.asname for alias in node.names
+            ):
+                return str(node.module), name
+    return module, name
+
+
 def _choices(function: ast.FunctionDef | ast.AsyncFunctionDef) -> dict[str, list[Any]]:
     """Return the allowed values of each argument that is annotated as Literal[...]."""
     found: dict[str, list[Any]] = {}
@@ -101,7 +117,7 @@ def _choices(function: ast.FunctionDef | ast.AsyncFunctionDef) -> dict[str, list
 
 def file_of(target: str) -> Path | None:
     """Return the file of the module that defines a `_target_`: a function, or a method of a class."""
-    module = target.rpartition(".")[0]
+    module = _defined(target)[0]
     return source_of(module) or source_of(module.rpartition(".")[0])
 
 
@@ -118,12 +134,15 @@ def check_saved_targets(saved: Any, run: Path, named: set[str]) -> None:
         for child in saved:
             check_saved_targets(child, run, named)
     elif isinstance(saved, dict):
+        names = {"_target_"}
+        if str(saved.get("_target_")).startswith("hybrid_rl.rewards."):  # Trl imports what `function` names
+            names.add("function")
         for key, value in saved.items():
-            if key != "_target_":
+            if key not in names:
                 check_saved_targets(value, run, named)
             elif not isinstance(value, str) or not (value in named or _of_a_recipe(value)):
                 raise ConfigError(
-                    f"{run / 'config.yaml'}: _target_={value} is not defined by hybrid_rl's parts or a file of yours; "
+                    f"{run / 'config.yaml'}: {key}={value} is not defined by hybrid_rl's parts or a file of yours; "
                     "if you trust it, name it on the command line"
                 )
 
@@ -133,9 +152,9 @@ def _of_a_recipe(target: str) -> bool:
 
     A name that a file only imports does not count.
     """
-    module, _, name = target.rpartition(".")
+    module, name = _defined(target)
     if module.startswith("hybrid_rl.") and not module.startswith(
-        tuple(f"hybrid_rl.{part}" for part in ("algo.", "data.", "recipes.", "sandbox."))
+        tuple(f"hybrid_rl.{part}" for part in ("algo.", "data.", "recipes.", "rewards.", "sandbox."))
     ):
         return False
     source = file_of(target)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import Field, fields, is_dataclass
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -64,7 +64,7 @@ def value_problems(c: DictConfig) -> Iterator[tuple[str, str]]:
             f"the nearest that does is {fitting}",
         )
     fitting = c.policy.row_tokens - r.max_prompt_tokens
-    if r.max_tokens > fitting:
+    if c.policy.row_tokens and r.max_tokens > fitting:
         needed = r.max_prompt_tokens + r.max_tokens
         fix = f"at most {fitting} fit" if fitting > 0 else f"set policy.row_tokens to {needed} or more"
         yield (
@@ -121,6 +121,9 @@ def value_problems(c: DictConfig) -> Iterator[tuple[str, str]]:
 def _part_problems(key: str, c: DictConfig) -> Iterator[tuple[str, str]]:
     """Yield problems of the function at `key`, and those that its module states about settings."""
     node = OmegaConf.to_container(OmegaConf.select(c, key))
+    if key == "reward" and isinstance(node, dict) and node and "_target_" not in node:
+        yield from _reward_problems(node)
+        return
     called_with = CALLED_WITH.get(key) or CALLED_WITH.get(key.rpartition(".")[0], ("batch",))
     if key == "data" and isinstance(node, dict):
         arguments = node.pop("template_arguments", None)  # the renderer gets them, not the function
@@ -131,8 +134,44 @@ def _part_problems(key: str, c: DictConfig) -> Iterator[tuple[str, str]]:
             )
     if problem := target_problem(node, called_with):
         yield problem[0] and f"{key}.{problem[0]}", problem[1]
+    elif key == "data":
+        for place, inner in _inner_targets(node, key):  # functions that return rows
+            if problem := target_problem(inner, ()):
+                yield f"{place}.{problem[0]}", problem[1]
     elif key.startswith("algo."):
         yield from problems(key, node, c)
+
+
+def _inner_targets(node: Any, place: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (key, node) of every function that the arguments of a function name."""
+    children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for name, child in children:
+        key = f"{place}[{name}]" if isinstance(node, list) else f"{place}.{name}"
+        if isinstance(child, dict) and "_target_" in child:
+            yield key, child
+        yield from _inner_targets(child, key)
+
+
+def _reward_problems(parts: dict[Any, Any]) -> Iterator[tuple[str, str]]:
+    """Yield problems of a reward of named parts."""
+    weights = [node.get("weight", 1.0) for node in parts.values() if isinstance(node, dict)]
+    for name, node in parts.items():
+        key = f"reward.{name}"
+        if not isinstance(node, dict) or not node.get("_target_"):
+            yield (
+                key,
+                "must be a part of the reward, like {_target_: module.function, weight: 1}, or reward._target_ be set",
+            )
+            continue
+        weight, sources = node.pop("weight", 1.0), node.pop("sources", None)
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+            yield f"{key}.weight", "must be a number; 0: logged and not paid"
+        if sources is not None and not (isinstance(sources, list) and all(isinstance(s, str) for s in sources)):
+            yield f"{key}.sources", "must be a list of sources, as tasks name them"
+        if problem := target_problem(node, CALLED_WITH["reward"]):
+            yield f"{key}.{problem[0]}", problem[1]
+    if not any(weights):
+        yield "reward", "pays nothing: every weight is 0"
 
 
 def _algo_problems(c: DictConfig) -> Iterator[tuple[str, str]]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 FIRST = 5  # measured steps that tell how a run began
+WINDOW = 5  # steps over which a measure is compared with its best ones
 CALM = 5  # steps in a row without its cause after which an alarm is over, so that a value around a limit alarms once
 
 
@@ -30,12 +31,21 @@ class Alarms:
     dropped: float = 0.9  # share of tokens that corrections drop from the loss
     truncated: float = 0.5  # share of completions
     repetition: float = 0.5  # share of 4-grams, mean over completions
+    parting: float = (
+        3.0  # standard errors by which a reward must have risen, and a measure fallen, since the measure's best
+    )
     steps: int = 3  # steps in a row for which a mismatch or a constant reward part must last
     _first: dict[str, list[float]] = field(default_factory=dict, init=False)  # the first measured values
     _lasting: dict[str, int] = field(default_factory=dict, init=False)  # number of steps in a row with a cause
     _varied: list[str] = field(
         default_factory=list, init=False
     )  # reward parts that differed between rollouts in some step
+    _recent: dict[str, list[list[float]]] = field(
+        default_factory=dict, init=False
+    )  # measure → [[measure, reward]] of WINDOW steps
+    _best: dict[str, list[list[float]]] = field(
+        default_factory=dict, init=False
+    )  # the same of the measure's best WINDOW
     _active: dict[str, int] = field(default_factory=dict, init=False)  # alarm → steps since its cause was last seen
 
     def check(self, values: dict[str, Any]) -> dict[str, str]:
@@ -59,11 +69,14 @@ class Alarms:
             "lasting": dict(self._lasting),
             "varied": list(self._varied),
             "active": dict(self._active),
+            "recent": {name: list(pairs) for name, pairs in self._recent.items()},
+            "best": {name: list(pairs) for name, pairs in self._best.items()},
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take over what `state()` returned."""
         self._first = {name: list(values) for name, values in state["first"].items()}
+        self._recent, self._best = ({k: list(v) for k, v in state.get(name, {}).items()} for name in ("recent", "best"))
         self._lasting, self._varied, self._active = dict(state["lasting"]), list(state["varied"]), dict(state["active"])
 
     def _judged(self, values: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -77,6 +90,7 @@ class Alarms:
             )
             yield "dropped", line if share >= self.dropped else ""
         yield from self._reward(values)
+        yield from self._measures(values)
         if (share := _measured(values, "truncated")) is not None:
             line = (
                 f"{share:.1%} of completions truncated, limit {self.truncated:.0%}: "
@@ -143,6 +157,25 @@ class Alarms:
                 )
                 yield f"part:{name}", line if lasting >= self.steps else ""
 
+    def _measures(self, values: dict[str, Any]) -> Iterator[tuple[str, str]]:
+        """Compare each measure's newest steps with its best ones: a reward that rises while it falls is gamed."""
+        for name, measure in values.get("measures", {}).items():
+            recent = [*self._recent.get(name, []), [measure, values["reward"]]][-WINDOW:]
+            self._recent[name] = recent
+            if len(recent) < WINDOW:
+                continue
+            best = self._best.setdefault(name, recent)
+            if statistics.fmean(m for m, _ in recent) > statistics.fmean(m for m, _ in best):
+                self._best[name] = best = recent
+            (measures, rewards), (best_measures, best_rewards) = zip(*recent, strict=True), zip(*best, strict=True)
+            parted = _change(best_measures, measures) < -self.parting and _change(best_rewards, rewards) > self.parting
+            line = (
+                f"measure {name} fell to {statistics.fmean(measures):.3g} from {statistics.fmean(best_measures):.3g} "
+                f"while the reward rose to {statistics.fmean(rewards):.3g} from {statistics.fmean(best_rewards):.3g} "
+                f"(means of {WINDOW} steps, limit {self.parting:g} standard errors): the reward is gamed; read the rollouts with the largest reward"
+            )
+            yield f"measure:{name}", line if parted else ""
+
     def _began(self, name: str, value: float) -> list[float]:
         """Return the values of the first steps before this one, at most FIRST; remember this one if there are fewer."""
         first = list(self._first.setdefault(name, []))
@@ -154,6 +187,13 @@ class Alarms:
         """Return for how many steps in a row, this one included, the cause `name` holds."""
         self._lasting[name] = self._lasting.get(name, 0) + 1 if holds else 0
         return self._lasting[name]
+
+
+def _change(before: Sequence[float], after: Sequence[float]) -> float:
+    """Return by how many standard errors the mean changed; values that do not vary count as varying by a millionth."""
+    a, b = statistics.fmean(before), statistics.fmean(after)
+    error = math.sqrt(statistics.variance(before) / len(before) + statistics.variance(after) / len(after))
+    return (b - a) / max(error, 1e-6 * max(abs(a), abs(b)), 1e-12)
 
 
 def _measured(values: dict[str, Any], key: str) -> float | None:

@@ -60,8 +60,10 @@ def learning_charts(sft: Sequence[Record], evals: Sequence[Record], rl: Sequence
     charts = (
         _reward(evals, rl),
         _named("Parts of the reward", "mean", rl, "parts", least=2),
+        _named("Measures", "mean, not paid", rl, "measures"),
         _named("Reward by source", "mean", rl, "sources"),
         _correct(at_steps, right),
+        _named("Evaluation: measures", "mean, not paid", at_steps, "measures"),
         _named("Evaluation by source", "mean reward", at_steps, "sources"),
         _line("Learning rate", "of the policy", rl, "lr", FROM_ZERO),
         _line("SFT loss", "nats a token", sft, "loss", Scale("SFT step")),

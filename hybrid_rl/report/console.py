@@ -157,16 +157,37 @@ def sft_line(m: dict[str, Any], steps: int) -> str:
 def eval_line(m: dict[str, Any]) -> str:
     """Return one line about an evaluation.
 
-    With several samples a task, the reward is their mean, and pass@1 and the largest pass@k are added.
+    With several samples a task, the reward is their mean, and pass@1, the largest pass@k and maj@n are added.
     """
     failed = f"  ! {m['reward_errors']} rewards failed{_kinds(m)}" if m["reward_errors"] else ""
     pass_at = m.get("pass_at", {})
-    shown = " ".join(f"pass@{k} {pass_at[k]:.2f}" for k in dict.fromkeys([*list(pass_at)[:1], *list(pass_at)[-1:]]))
-    samples = f" × {m['samples']} samples, {shown}" if pass_at else ""
+    samples = f" × {m['samples']} samples, {_tries(m)}" if pass_at else ""
+    greedy = f", greedy {_reward(m['greedy'])}" if "greedy" in m else ""
     return (
-        f"evaluation of {EVALUATED[m['name']]}: reward {m['reward']:.3f} on {m['tasks']} held-out tasks{samples}, "
+        f"evaluation of {EVALUATED[m['name']]}: reward {_reward(m)}{greedy} on {m['tasks']} held-out tasks{samples}, "
         f"length {m['length']:.1f}, truncated {m['truncated']:.1%}{failed}"
     )
+
+
+def source_lines(m: dict[str, Any]) -> Iterator[str]:
+    """Yield one line about each source of an evaluation, with the 95 % interval of its reward; first of all tasks."""
+    for source, values in {"all tasks": m, **m.get("by_source", {})}.items():
+        low, high = values["interval"] or (values["reward"], values["reward"])
+        tries = f", {_tries(values)}" if values.get("pass_at") else ""
+        yield f"{source}: reward {_reward(values)}, 95% {low:.3f} to {high:.3f}, correct {values['correct']:.1%}{tries}"
+
+
+def _reward(values: dict[str, Any]) -> str:
+    """Return a mean reward, with the measures beside it."""
+    measures = ", ".join(f"{name} {value:.3f}" for name, value in values.get("measures", {}).items())
+    return f"{values['reward']:.3f}{measures and f' ({measures})'}"
+
+
+def _tries(values: dict[str, Any]) -> str:
+    tries = {f"pass@{k}": value for k, value in values["pass_at"].items()}
+    shown = {name: tries[name] for name in (*list(tries)[:1], *list(tries)[-1:])}
+    shown |= {f"maj@{k}": value for k, value in values.get("maj_at", {}).items()}
+    return " ".join(f"{name} {value:.2f}" for name, value in shown.items())
 
 
 EVALUATED = {

@@ -26,6 +26,8 @@ class Phases:
         self.seconds: dict[str, float] = {}
         self.memory: dict[str, tuple[float, float]] = {}
         self._peak = 0.0
+        self.reserved_gib: float | None = None  # most that torch held, free blocks included; None on the CPU
+        self.device_gib: float | None = None  # most that all processes held together at the ends of phases
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -39,6 +41,10 @@ class Phases:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
                 self._peak = max(self._peak, torch.cuda.max_memory_allocated(self.device) / 2**30)
+                free, total = torch.cuda.mem_get_info(self.device)
+                reserved = torch.cuda.max_memory_reserved(self.device) / 2**30
+                self.reserved_gib = max(self.reserved_gib or 0.0, reserved)
+                self.device_gib = max(self.device_gib or 0.0, (total - free) / 2**30)
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
             self.memory[name] = (before, used_gib(self.device))
 

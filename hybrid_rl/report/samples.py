@@ -18,7 +18,7 @@ BROWSED = 9  # RL steps whose samples are shown
 HEAD, TAIL = 3000, 1500  # characters kept of a long text; the end holds the answer
 COLUMNS = (
     *("task_id", "source", "group_id", "index", "prompt", "completion", "answer", "finish_reason"),
-    *("reward", "reward_parts", "advantage", "trained", "error"),
+    *("reward", "reward_parts", "measures", "advantage", "trained", "error"),
 )
 
 
@@ -158,7 +158,7 @@ def _case(title: str, labelled: Sequence[tuple[str, dict[str, Any]]]) -> Case:
 def _sample(label: str, row: dict[str, Any]) -> Sample:
     facts = [("reward", shown(row["reward"]))]
     parts = {name: value for name, value in row["reward_parts"].items() if name != "reward"}
-    facts += [(name, shown(value)) for name, value in sorted(parts.items())]
+    facts += [(name, shown(value)) for name, value in [*sorted(parts.items()), *sorted(row["measures"].items())]]
     if not math.isnan(number(row["advantage"])):
         facts.append(("advantage", shown(row["advantage"])))
     facts.append(("finish", row["finish_reason"] or "unknown"))

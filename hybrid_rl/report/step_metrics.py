@@ -27,6 +27,7 @@ def rollout_metrics(batch: Batch) -> dict[str, Any]:
     scored = [r for r in rollouts if r.reward is not None]
     rewards = [r.reward for r in scored if r.reward is not None]
     names = sorted({name for r in scored for name in r.reward_parts})
+    measures = mean_measures(scored)
     parts = {name: [r.reward_parts.get(name, 0.0) for r in scored] for name in names}
     sources = mean_by_source(
         (g.task.source, r.reward) for g in batch.all_groups for r in g.rollouts if r.reward is not None
@@ -38,6 +39,7 @@ def rollout_metrics(batch: Batch) -> dict[str, Any]:
         "reward_max": max(rewards),
         "parts": {name: mean(values) for name, values in parts.items()},
         "parts_std": {name: spread(values) for name, values in parts.items()},
+        **({"measures": measures} if measures else {}),
         **({"sources": sources} if len(sources) > 1 else {}),
         "length": statistics.fmean(r.sampled for r in rollouts),
         "length_max": max(r.sampled for r in rollouts),
@@ -53,7 +55,10 @@ def rollout_metrics(batch: Batch) -> dict[str, Any]:
 
 
 def phase_metrics(phases: Phases, batch: Batch, ranks: Ranks) -> dict[str, Any]:
-    """Return seconds and memory (GiB) of each phase, the maximum over ranks, and sampled tokens/s. Collective."""
+    """Return seconds and memory (GiB) of each phase, the maximum over ranks, and sampled tokens/s. Collective.
+
+    On a GPU also what torch holds, free blocks included, and what all processes hold together; None on the CPU.
+    """
     sampled = sum(r.sampled for group in batch.all_groups for r in group.rollouts)
     everyone = ranks.all_gather(phases)
     slowest = max(p.total for p in everyone)
@@ -61,6 +66,8 @@ def phase_metrics(phases: Phases, batch: Batch, ranks: Ranks) -> dict[str, Any]:
         "seconds": {name: max(p.seconds[name] for p in everyone) for name in phases.seconds},
         "memory": {name: [max(p.memory[name][side] for p in everyone) for side in (0, 1)] for name in phases.memory},
         "memory_gib": max(p.peak_gib for p in everyone),
+        "memory_reserved_gib": max((p.reserved_gib for p in everyone if p.reserved_gib is not None), default=None),
+        "memory_device_gib": max((p.device_gib for p in everyone if p.device_gib is not None), default=None),
         "tokens_per_second": sampled / slowest,
     }
 
@@ -98,6 +105,15 @@ def mean_by_source(rewards: Iterable[tuple[str, float]]) -> dict[str, float]:
     for source, reward in rewards:
         found.setdefault(source or "unnamed", []).append(reward)
     return {source: mean(found[source]) for source in sorted(found)}
+
+
+def mean_measures(rollouts: Iterable[Rollout]) -> dict[str, float]:
+    """Return the mean of each measure, sorted by name, over the rollouts that have it."""
+    found: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        for name, value in rollout.measures.items():
+            found.setdefault(name, []).append(value)
+    return {name: mean(found[name]) for name in sorted(found)}
 
 
 def repetition(rollout: Rollout) -> float:

@@ -1,7 +1,10 @@
 """Rewards in worker processes, so that scoring overlaps generation and no reward can hang or crash the run.
 
-A reward is a function (completion: str, task: Task) → number, or → {part: number} whose sum is the reward; it may be `async`. Whatever it
-does instead (raise, hang, return something else, end its process) becomes an error on the rollout: counted by its kind, never invented.
+A reward is a function (completion: str, task: Task) → number, or → {part: number} whose sum is the reward, or a pair of
+either with {measure: number}, which is logged and not paid (a measure named "answer" is a text: the answer it found,
+for majority votes); it may be `async`, and one of (completions, tasks) gets lists and returns a list. Whatever it does
+instead (raise, hang, return something else, end its process) becomes an error on the rollout: counted by its kind,
+never invented.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ from typing import Any
 
 from hybrid_rl.processes import hangs
 from hybrid_rl.processes.children import Context
-from hybrid_rl.rollout.reward_worker import CONTRACT, DIED, TIMEOUT, RewardFault, Score, Unusable, work
+from hybrid_rl.rollout.reward_call import CONTRACT, DIED, TIMEOUT, Result, RewardFault, Score, Unusable
+from hybrid_rl.rollout.reward_worker import work
 from hybrid_rl.types import Rollout, Task
 
 STARTS = 3  # of a worker that the system kills, one after the other, before the machine is called broken
@@ -55,14 +59,20 @@ class _Asked:
     completion: str
     task: Task
     rollout: Rollout | None = None
-    result: Future[Score | RewardFault | Unusable] = field(default_factory=Future)
+    result: Future[Result] = field(default_factory=Future)
 
 
 class Scorer:
-    """`workers` processes that each loaded the reward once. One reward may take `timeout` seconds, then its worker is replaced."""
+    """`workers` processes that each loaded the reward once. One reward may take `timeout` seconds, then its worker is replaced.
 
-    def __init__(self, reward: Mapping[str, Any], workers: int, timeout: float, start_timeout: float = 60.0):
-        self.reward, self.timeout, self.start_timeout = dict(reward), timeout, start_timeout
+    A batched or async reward gets up to `batch` completions at a time, for which `timeout` is one limit; when they pass
+    it, or end the process, each is scored alone, so that only the one at fault has no reward.
+    """
+
+    def __init__(
+        self, reward: Mapping[str, Any], workers: int, timeout: float, start_timeout: float = 60.0, batch: int = 1
+    ):
+        self.reward, self.timeout, self.start_timeout, self.batch = dict(reward), timeout, start_timeout, batch
         self._pending: list[_Asked] = []
         self._queue: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
         self._loaded: Future[None] = Future()
@@ -78,8 +88,8 @@ class Scorer:
     def check(self, tasks: Sequence[Task] = ()) -> list[str]:
         """Wait until a worker has loaded the reward, and try it on one task of each source; returns what a person should know.
 
-        Raises RewardError if it cannot be loaded or used on this machine, or returns something else than a number or {part: number}.
-        What else it does with a made-up completion is only told.
+        Raises RewardError if it cannot be loaded or used on this machine, or returns something else than a number or
+        {part: number}. What else it does with a made-up completion is only told.
         """
         self._loaded.result()
         first = {task.source: task for task in reversed(tasks)}
@@ -90,11 +100,14 @@ class Scorer:
         for each in asked:
             result = self._result(each)
             if isinstance(result, RewardFault):
-                tried = f"reward._target_={self.reward['_target_']}, tried with a made-up completion on task {each.task.id}: {result.text}"
+                tried = f"{self._name()}, tried with a made-up completion on task {each.task.id}: {result.text}"
                 if result.kind in CONTRACT:
                     raise RewardError(tried)
                 notes.append(f"{tried}; if it does so with sampled completions, their groups are replaced")
         return notes
+
+    def _name(self) -> str:
+        return f"reward._target_={self.reward['_target_']}" if "_target_" in self.reward else "reward"
 
     def submit(self, rollout: Rollout, task: Task) -> None:
         self._pending.append(_Asked(rollout.completion, task, rollout))
@@ -113,7 +126,7 @@ class Scorer:
                 rollout.error, rollout.fault = result.text, result.kind
                 errors += 1
             else:
-                rollout.score(*result)
+                rollout.score(result.reward, result.parts, result.measures, result.extracted)
             hangs.progress()
         self._pending.clear()
         return errors
@@ -129,24 +142,31 @@ class Scorer:
 
     def _attend(self) -> None:
         """One worker process after another, until the scorer is closed. Each task is given to one worker, and answered in bounded time."""
-        asked: _Asked | None = None
+        asked: list[_Asked] = []
+        alone: list[_Asked] = []  # of a batch that failed
         idle_deaths = 0
         worker = None
         try:
             while not self._closed:
                 worker = self._start()
-                while worker.alive() or asked is None:
-                    asked = asked or self._queue.get()
-                    if asked is None or self._closed:
+                while worker.alive() or not asked:
+                    asked = asked or ([alone.pop(0)] if alone else self._next(self.batch if worker.many else 1))
+                    if not asked or self._closed:
                         return
                     if not worker.alive():  # the system killed it while it had nothing to do
                         break
-                    asked.result.set_result(worker.score(asked, self.timeout))
-                    asked, idle_deaths = None, 0
+                    results = worker.score(asked, self.timeout)
+                    if len(asked) > 1 and isinstance(results, RewardFault):
+                        alone, results = asked, []
+                    elif isinstance(results, RewardFault):
+                        results = [results]
+                    for each, result in zip(asked, results, strict=False):
+                        each.result.set_result(result)
+                    asked, idle_deaths = [], 0
                     if not worker.alive():
                         break
                 self._end(worker)
-                idle_deaths += asked is not None
+                idle_deaths += bool(asked)
                 if idle_deaths > STARTS:
                     raise RewardError(
                         f"processes of the reward were killed {idle_deaths} times in a row while they had nothing to do"
@@ -158,6 +178,21 @@ class Scorer:
         finally:
             if worker:
                 self._end(worker)
+
+    def _next(self, most: int) -> list[_Asked]:
+        """Wait for something to score; return up to `most` of what there is, [] when the scorer is closed."""
+        asked = self._queue.get()
+        found = [] if asked is None else [asked]
+        while found and len(found) < most:
+            try:
+                asked = self._queue.get_nowait()
+            except queue.Empty:
+                break
+            if asked is None:  # for the next call
+                self._queue.put(None)
+                break
+            found.append(asked)
+        return found
 
     def _break(self, error: RewardError) -> None:
         if not self._closed:
@@ -173,7 +208,7 @@ class Scorer:
             if self._closed:
                 worker.kill()
             try:
-                problem = worker.ask(None, self.start_timeout)
+                problem, worker.many = worker.ask(None, self.start_timeout)
             except TimeoutError:
                 problem = f"it takes longer than rollout.reward_start_timeout={self.start_timeout:g} s"
             except _Ended as ended:
@@ -214,7 +249,7 @@ class _Worker:
     """One process, seen from the thread that attends it."""
 
     def __init__(self, reward: dict[str, Any], output: _Output):
-        self.killed = False
+        self.killed = self.many = False
         self.pipe, there = CONTEXT.Pipe()
         self.process = CONTEXT.Process(target=work, args=(there, reward, output.writer))
         self.process.start()
@@ -224,10 +259,10 @@ class _Worker:
         """Two signs: a process that it started may hold the sentinel open, and another thread may be about to reap it."""
         return self.process.is_alive() and not wait_for([self.process.sentinel], 0)
 
-    def score(self, asked: _Asked, timeout: float) -> Score | RewardFault | Unusable:
-        """Its answer; what it cannot report itself becomes a fault too, and then it is no more."""
+    def score(self, asked: Sequence[_Asked], timeout: float) -> list[Result] | RewardFault:
+        """Its answers; what it cannot report itself becomes one fault, and then it is no more."""
         try:
-            return self.ask((asked.completion, asked.task), timeout)
+            return self.ask(([each.completion for each in asked], [each.task for each in asked]), timeout)
         except TimeoutError:
             fault = RewardFault(TIMEOUT, f"timed out after {timeout:g} s")
         except _Ended as ended:

@@ -179,12 +179,12 @@ def _check_state(found: Checkpoint) -> None:
 
 
 def _targets(node: object) -> set[str]:
-    """Every `_target_` at any depth."""
+    """Every `_target_` at any depth, and every `function`, which hybrid_rl.rewards.Trl loads."""
     if isinstance(node, list):
         return set().union(*map(_targets, node))
     if not isinstance(node, dict):
         return set()
-    own = {str(node["_target_"])} if "_target_" in node else set()
+    own = {str(node[key]) for key in ("_target_", "function") if isinstance(node.get(key), str)}
     return own.union(*(_targets(value) for value in node.values()))
 
 

@@ -39,6 +39,8 @@ SCHEMA = pa.schema(
         pa.field("outcome", pa.float64()),  # what the reward function returned
         pa.field("reward", pa.float64()),  # the outcome and what the run added to it; null: it failed, see error
         pa.field("reward_parts", pa.map_(pa.string(), pa.float64()), nullable=False),
+        pa.field("measures", pa.map_(pa.string(), pa.float64()), nullable=False),  # logged and not paid
+        pa.field("extracted", pa.string()),  # the answer that the reward found in the completion
         pa.field("advantage", pa.float64()),  # null: none was computed
         pa.field("trained", pa.bool_(), nullable=False),  # whether an update used at least one of its tokens
         pa.field("error", pa.string()),
@@ -130,6 +132,8 @@ def write_rollouts(
         "outcome": [r.outcome for _, _, r in rows],
         "reward": [r.reward for _, _, r in rows],
         "reward_parts": [[(_text(name), value) for name, value in r.reward_parts.items()] for _, _, r in rows],
+        "measures": [[(_text(name), value) for name, value in r.measures.items()] for _, _, r in rows],
+        "extracted": [None if r.extracted is None else _text(r.extracted) for _, _, r in rows],
         "advantage": [advantages.get((g.id, r.index)) for g, _, r in rows],
         "trained": [(g.id, r.index) in trained for g, _, r in rows],
         "error": [None if r.error is None else _text(r.error) for _, _, r in rows],
@@ -151,17 +155,20 @@ def remove_old(folder: Path, step: int, keep: int) -> None:
 def read_rollouts(path: Path, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """Return one dict per rollout, with the given columns (None: all).
 
-    `versions` are (version, count) pairs, `reward_parts` a dict. Raises FileNotFoundError, or pyarrow.ArrowInvalid if
-    the file is incomplete.
+    `versions` are (version, count) pairs, `reward_parts` and `measures` dicts; measures are {} in a file from before
+    there were any. Raises FileNotFoundError, or pyarrow.ArrowInvalid if the file is incomplete.
     """
     # not read_table: it takes a folder name like "key=value" as a partition column
     with pq.ParquetFile(path) as file:
+        # columns that the file does not have are left out
         rows: list[dict[str, Any]] = file.read(columns=None if columns is None else list(columns)).to_pylist()
     for row in rows:
         if "versions" in row:
             row["versions"] = [(segment["version"], segment["count"]) for segment in row["versions"]]
         if "reward_parts" in row:
             row["reward_parts"] = dict(row["reward_parts"])
+        if columns is None or "measures" in columns:
+            row["measures"] = dict(row.get("measures") or ())
     return rows
 
 
@@ -174,6 +181,7 @@ def as_rollout(row: dict[str, Any]) -> Rollout:
     rollout.versions, rollout.finish_reason = row["versions"], row["finish_reason"]
     rollout.completion = row["completion"]
     rollout.outcome, rollout.reward, rollout.reward_parts = row["outcome"], row["reward"], row["reward_parts"]
+    rollout.measures, rollout.extracted = row["measures"], row.get("extracted")
     rollout.error, rollout.fault = row["error"], row["fault"]
     return rollout
 

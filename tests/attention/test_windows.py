@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from hybrid_rl.attention.attend import LayerAttention, Packed, Padded
 from hybrid_rl.attention.trees import Trees
@@ -18,105 +17,24 @@ from hybrid_rl.engine.kv_cache import Decode, KVCache, Prefill
 from hybrid_rl.model_folder.read import ModelError
 from hybrid_rl.policy import load
 from hybrid_rl.policy.model import Policy
+from tests.attention.samples import HEADS, asked, assert_same, by_hand, forest_parts, forests, tensors, there
+from tests.device import DEVICE
 from tests.policy.test_layout import LAYOUTS, assert_same_gradient, mixed, plain, run
 
 CPU = torch.device("cpu")
-HEADS, KV_HEADS, DIM = 4, 2, 8
 
 
-def by_hand(query: Tensor, key: Tensor, value: Tensor, how: LayerAttention) -> Tensor:
-    """One sample, token by token: query [H, T, D], key and value [K, T, D] → [T, H, D]."""
-    rows = []
-    for t in range(query.shape[1]):
-        first = 0 if how.window is None else max(0, t - how.window + 1)
-        heads = []
-        for h in range(HEADS):
-            k, v = (x[h * KV_HEADS // HEADS, first : t + 1] for x in (key, value))
-            scores = how.scaling * (k @ query[h, t])
-            if how.softcap is not None:
-                scores = how.softcap * torch.tanh(scores / how.softcap)
-            weights = scores.exp()
-            heads.append(weights @ v / (weights.sum() + (0 if how.sinks is None else how.sinks[h].exp())))
-        rows.append(torch.stack(heads))
-    return torch.stack(rows)
-
-
-def tensors(tokens: int, seed: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """Query, key and value of a flat row, [1, heads, T, D]."""
-    generator = torch.Generator().manual_seed(seed)
-    made = [
-        torch.randn(1, heads, tokens, DIM, generator=generator, dtype=torch.float64)
-        for heads in (HEADS, KV_HEADS, KV_HEADS)
-    ]
-    return [x.to(dtype).requires_grad_() for x in made]
-
-
-@st.composite
-def asked(draw: st.DrawFn) -> LayerAttention:
-    sinks = torch.tensor(draw(st.lists(st.floats(-2, 2), min_size=HEADS, max_size=HEADS)), dtype=torch.float64)
-    window = draw(st.none() | st.integers(1, 14))
-    return LayerAttention(0.3, window, draw(st.none() | st.floats(0.5, 20)), draw(st.sampled_from([None, sinks])))
-
-
-def assert_same(
-    layout: object, parts: list[Tensor], how: LayerAttention, seed: int, dtype: torch.dtype = torch.float64
-) -> None:
-    """Compare values and gradients; `parts` holds the flat positions of each sample's tokens."""
-    tokens = 1 + max(int(part.max()) for part in parts)
-    row = tensors(tokens, seed, dtype)
-    got = layout.attend(0, *row, how)  # type: ignore[attr-defined]
-    assert got.shape == (1, tokens, HEADS, DIM)
-    assert got.dtype == dtype
-    exact = [x.detach().double().requires_grad_() for x in row]
-    results = [by_hand(*(x[0, :, part] for x in exact), how) for part in parts]
-    weights = torch.randn(tokens, HEADS, DIM, generator=torch.Generator().manual_seed(seed + 1), dtype=torch.float64)
-    # tokens that samples share (a prompt) have one result in the row and several here, all of them equal
-    expected = torch.full_like(weights, torch.nan)
-    loss = torch.zeros((), dtype=torch.float64)
-    done: set[int] = set()
-    for part, result in zip(parts, results, strict=True):
-        fresh = [i for i, t in enumerate(part.tolist()) if t not in done]
-        done |= set(part.tolist())
-        expected[part] = result.detach()
-        loss = loss + (weights[part[fresh]] * result[fresh]).sum()
-    covered = ~expected.isnan().any(-1).any(-1)
-    tolerance = {"rtol": 0, "atol": 1e-5} if dtype != torch.bfloat16 else {"rtol": 0, "atol": 5e-2}
-    torch.testing.assert_close(got[0][covered].double(), expected[covered], **tolerance)
-    (weights * got[0].double())[covered].sum().backward()
-    loss.backward()
-    for ours, theirs in zip(row, exact, strict=True):
-        assert ours.grad.isfinite().all()
-        torch.testing.assert_close(
-            ours.grad.double(), theirs.grad, rtol=0, atol=1e-5 if dtype != torch.bfloat16 else 0.2
-        )
-
-
-@st.composite
-def forests(draw: st.DrawFn) -> list[tuple[int, list[int]]]:
-    """Prompts of 0 to 8 tokens with branches of 0 to 8; none is empty as a whole."""
-    branches = st.lists(st.integers(0, 8), min_size=1, max_size=4)
-    return draw(
-        st.lists(st.tuples(st.integers(0, 8), branches).filter(lambda t: t[0] + max(t[1])), min_size=1, max_size=3)
-    )
-
-
+@pytest.mark.gpu
 @example(
     forest=[(1, [8]), (8, [1])], how=LayerAttention(0.3, 1, 2.0), seed=0
 )  # padding whose window lies beyond all keys
 @given(forest=forests(), how=asked(), seed=st.integers(0, 9))
 @settings(max_examples=40)
 def test_trees(forest: list[tuple[int, list[int]]], how: LayerAttention, seed: int) -> None:
-    parts, start = [], 0
-    for prompt, sizes in forest:
-        root = torch.arange(start, start + prompt)
-        start += prompt
-        for size in sizes:
-            if prompt + size:
-                parts.append(torch.cat([root, torch.arange(start, start + size)]))
-            start += size
-    assert_same(Trees(forest), parts, how, seed)
+    assert_same(Trees(forest), forest_parts(forest), how, seed)
 
 
+@pytest.mark.gpu
 @given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=4), how=asked(), seed=st.integers(0, 9))
 @settings(max_examples=40)
 def test_packed_and_padded_rows(lengths: list[int], how: LayerAttention, seed: int) -> None:
@@ -126,6 +44,7 @@ def test_packed_and_padded_rows(lengths: list[int], how: LayerAttention, seed: i
     assert_same(Padded(width), [torch.arange(i * width, i * width + width) for i in range(len(lengths))], how, seed)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("how", [LayerAttention(0.3, 4), LayerAttention(0.3, 4, 2.0, torch.linspace(-1, 1, HEADS))])
 def test_lower_precision(dtype: torch.dtype, how: LayerAttention) -> None:
@@ -134,6 +53,7 @@ def test_lower_precision(dtype: torch.dtype, how: LayerAttention) -> None:
     assert_same(Packed([20, 7]), [torch.arange(20), torch.arange(20, 27)], how, 0, dtype)
 
 
+@pytest.mark.gpu
 @given(
     prompts=st.lists(st.integers(1, 9), min_size=1, max_size=4),
     steps=st.integers(1, 6),
@@ -145,13 +65,14 @@ def test_decoding_token_by_token_is_one_forward_of_the_whole(
     prompts: list[int], steps: int, how: LayerAttention, seed: int
 ) -> None:
     samples = [[x[0].detach() for x in tensors(n + steps, seed + i)] for i, n in enumerate(prompts)]
+    how = there(how)
     expected = [by_hand(*sample, how) for sample in samples]
     prefill = Prefill(prompts)
     flat = [
         torch.cat([sample[x][:, :n] for sample, n in zip(samples, prompts, strict=True)], dim=1)[None] for x in range(3)
     ]
     first = prefill.attend(0, *flat, how)[0].split(prompts)
-    cache = KVCache(len(prompts), max(prompts) + steps, [flat[1][0].shape], [flat[2][0].shape], torch.float64, CPU)
+    cache = KVCache(len(prompts), max(prompts) + steps, [flat[1][0].shape], [flat[2][0].shape], torch.float64, DEVICE)
     for slot, n in enumerate(prompts):
         cache.store([slot], [prefill.keys[0][slot]], [prefill.values[0][slot]])
         torch.testing.assert_close(first[slot], expected[slot][:n], rtol=0, atol=1e-5)

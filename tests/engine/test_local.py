@@ -11,13 +11,15 @@ from hybrid_rl.engine.local import LocalEngine
 from hybrid_rl.policy.layout import pack, sampled_tokens
 from hybrid_rl.policy.model import Policy
 from hybrid_rl.types import Rollout
+from tests.device import DEVICE, in_float32
 from tests.engine_contract import PROMPTS, EngineContract, collect, requests, tokens
 
+pytestmark = pytest.mark.gpu
 SAMPLING = Sampling(max_tokens=8)
 
 
 def engine_on(policy: Policy, slots: int = 8, capacity: int = 64) -> LocalEngine:
-    engine = LocalEngine(policy.model, policy.end_ids(), slots, capacity)
+    engine = LocalEngine(policy.model, policy.end_ids(), slots, capacity, policy.device)
     engine.set_version(0)
     return engine
 
@@ -25,7 +27,9 @@ def engine_on(policy: Policy, slots: int = 8, capacity: int = 64) -> LocalEngine
 class TestLocalEngine(EngineContract):
     @pytest.fixture
     def make_engine(self) -> Callable[..., LocalEngine]:
-        return lambda folder, slots=8, capacity=64: engine_on(Policy.load(folder, torch.device("cpu")), slots, capacity)
+        return lambda folder, slots=8, capacity=64: engine_on(
+            Policy.load(folder, DEVICE, in_float32()), slots, capacity
+        )
 
 
 def test_peak_kv_bytes_are_the_arithmetic(policy: Policy) -> None:
@@ -106,7 +110,7 @@ def test_it_samples_from_the_policys_own_memory(policy: Policy) -> None:
 
 def test_a_tied_head_follows_the_embeddings(policy: Policy, folder_of) -> None:
     engine = engine_on(policy)
-    new = dict(Policy.load(folder_of("qwen3", seed=1), torch.device("cpu")).model.state_dict())
+    new = dict(Policy.load(folder_of("qwen3", seed=1), DEVICE, in_float32()).model.state_dict())
     engine.update_weights(
         [{k: v for k, v in new.items() if k != "model.embed_tokens.weight"}], 1
     )  # under its other name
@@ -152,11 +156,11 @@ def test_trainer_and_engine_agree_on_what_was_sampled(policy: Policy, temperatur
         r = Rollout("t", request.id // 4, request.id % 4, request.seed, list(request.prompt_ids))
         r.add_sampled(out[request.id].token_ids, out[request.id].logprobs, out[request.id].versions)
         rollouts.append(r)
-    behaviour = sampled_tokens(rollouts).behaviour_logprobs
+    behaviour = sampled_tokens(rollouts, DEVICE).behaviour_logprobs
     ratios = torch.cat(
         [
             (policy.logprobs(row, temperature)[0] - behaviour[row.token_index]).exp()
-            for row in pack(rollouts, layout, 256)
+            for row in (row.to(DEVICE) for row in pack(rollouts, layout, 256))
         ]
     )
     assert (ratios - 1).abs().max() < 2e-5

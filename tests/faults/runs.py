@@ -33,7 +33,7 @@ SMALL = [
     "algo.kl.coef=0.01", "algo.kl.target=0.01", "algo/advantage=gae", "algo.advantage._target_=tests.faults.parts.noisy", "rl.optimizer.schedule=cosine",
     "reward._target_=tests.faults.parts.hashed",
 ]  # fmt: skip
-TIMES = {"seconds", "memory", "memory_gib", "tokens_per_second"}
+TIMES = {"seconds", "memory", "memory_gib", "memory_reserved_gib", "memory_device_gib", "tokens_per_second"}
 LIMIT = 120.0  # seconds for any one process
 
 context = multiprocessing.get_context("forkserver")

@@ -14,6 +14,7 @@ from hybrid_rl.model_folder.read import ModelError
 from hybrid_rl.policy.layout import first_fit_decreasing, pack, sampled_tokens
 from hybrid_rl.policy.model import Policy
 from hybrid_rl.types import Rollout
+from tests.device import DEVICE, in_float32
 
 LAYOUTS = ("padded", "packed", "trees")
 CPU = torch.device("cpu")
@@ -70,10 +71,10 @@ def run(
     logprobs = torch.full((len(weights),), math.nan)
     policy.model.zero_grad()
     for row in pack(rollouts, layout, row_tokens):
-        row_logprobs, _ = policy.logprobs(row, temperature)
-        (weights[row.token_index] * row_logprobs).sum().div(len(weights)).backward()
-        logprobs[row.token_index] = row_logprobs.detach()
-    return logprobs, torch.cat([p.grad.flatten() for p in policy.model.parameters()])
+        row_logprobs, _ = policy.logprobs(row.to(policy.device), temperature)
+        (weights[row.token_index] * row_logprobs.cpu()).sum().div(len(weights)).backward()
+        logprobs[row.token_index] = row_logprobs.detach().cpu()
+    return logprobs, torch.cat([p.grad.flatten().cpu() for p in policy.model.parameters()])
 
 
 def plain(model, rollouts: list[Rollout], temperature: float = 0.6) -> tuple[Tensor, Tensor]:
@@ -173,8 +174,9 @@ def test_every_sampled_token_is_predicted_once_from_the_token_before_it(
 # ---- the layouts compute the same numbers ------------------------------------------------------------------------------
 
 
+@pytest.mark.gpu
 def test_logprobs_and_gradients_are_those_of_plain_transformers(any_folder: Path, reference_of) -> None:
-    policy, rollouts = Policy.load(any_folder, CPU), mixed()
+    policy, rollouts = Policy.load(any_folder, DEVICE, in_float32()), mixed()
     expected, expected_gradient = plain(reference_of(any_folder).model, rollouts)
     for layout in LAYOUTS:
         logprobs, gradient = run(policy, rollouts, layout, 2048)
@@ -182,10 +184,11 @@ def test_logprobs_and_gradients_are_those_of_plain_transformers(any_folder: Path
         assert_same_gradient(gradient, expected_gradient)
 
 
+@pytest.mark.gpu
 @given(rollouts=batches().filter(lambda rollouts: any(r.sampled for r in rollouts)))
 @settings(max_examples=25)
 def test_any_batch_has_one_result_in_all_layouts(tiny_folder: Path, reference_of, rollouts: list[Rollout]) -> None:
-    policy = Policy.load(tiny_folder, CPU)
+    policy = Policy.load(tiny_folder, DEVICE, in_float32())
     expected, expected_gradient = plain(reference_of(tiny_folder).model, rollouts)
     for layout in LAYOUTS:
         logprobs, gradient = run(policy, rollouts, layout, 40)
@@ -195,9 +198,10 @@ def test_any_batch_has_one_result_in_all_layouts(tiny_folder: Path, reference_of
         )
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", ["qwen3", "llama"])
 def test_gradient_of_the_token_mean_does_not_depend_on_rows(folder_of, name: str) -> None:
-    policy, rollouts = Policy.load(folder_of(name), CPU), mixed(1)
+    policy, rollouts = Policy.load(folder_of(name), DEVICE, in_float32()), mixed(1)
     logprobs, gradient = run(policy, rollouts, "padded", 2048)
     for layout in LAYOUTS:
         rows = [len(pack(rollouts, layout, row_tokens)) for row_tokens in (2048, 64, 40)]
@@ -208,6 +212,7 @@ def test_gradient_of_the_token_mean_does_not_depend_on_rows(folder_of, name: str
             assert_same_gradient(other, gradient)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_samples_of_a_row_do_not_see_each_other(policy: Policy, layout: str) -> None:
     rollouts = mixed(2)
@@ -227,10 +232,11 @@ def test_samples_of_a_row_do_not_see_each_other(policy: Policy, layout: str) -> 
     torch.testing.assert_close(after[~touched], before[~touched], rtol=0, atol=1e-6)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rows_without_a_sampled_token_have_loss_zero_and_still_run_backward(policy: Policy, layout: str) -> None:
     (row,) = pack([rollout([1, 2, 3], []), rollout([4], [(False, [5])])], layout, 64)
-    logprobs, entropy = policy.logprobs(row, 1.0)
+    logprobs, entropy = policy.logprobs(row.to(DEVICE), 1.0)
     assert logprobs.shape == entropy.shape == (0,)
     logprobs.sum().backward()
     assert all(p.grad is not None and p.grad.abs().max() == 0 for p in policy.model.parameters())

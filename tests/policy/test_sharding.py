@@ -26,10 +26,9 @@ from hybrid_rl.policy.sharding import local
 from hybrid_rl.policy.update import imitate, score
 from hybrid_rl.processes.ranks import Ranks
 from hybrid_rl.types import Rollout
+from tests.device import DEVICE, in_float32
 from tests.ranks import on_ranks
 from tests.updates import rows_of, update
-
-CPU = torch.device("cpu")
 
 
 def rollouts(groups: int = 3, size: int = 4, seed: int = 0) -> list[Rollout]:
@@ -64,7 +63,7 @@ class Recorder:
 
 
 def gradient_and_statistics(ranks: Ranks, folder: Path, settings: PolicyConfig) -> tuple[dict, ...]:
-    policy = Policy.load(folder, CPU, settings, ranks)
+    policy = Policy.load(folder, DEVICE, settings, ranks)
     recorder, batch = Recorder(policy), rollouts()
     reference = score(policy, batch, 0.7) - 0.1
     statistics = update(policy, recorder, batch, ADVANTAGES, ppo_loss, 0.7, reference, 0.05)
@@ -83,6 +82,7 @@ def compare(got: Any, expected: Any, rtol: float) -> None:
             )
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize(("layout", "row_tokens"), [("trees", 2048), ("trees", 40), ("packed", 64), ("padded", 100)])
 def test_gradient_and_metrics_are_those_of_one_rank(tiny_folder, world, layout, row_tokens):
@@ -92,28 +92,31 @@ def test_gradient_and_metrics_are_those_of_one_rank(tiny_folder, world, layout, 
         compare(result, expected, rtol=1e-5)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("world", "settings"),
     [
-        (4, PolicyConfig(shard=2)),  # two replicas of two shards
-        (2, PolicyConfig(shard=1)),  # replicas only
-        (2, PolicyConfig(activation_checkpointing=True)),
-        (1, PolicyConfig(activation_checkpointing=True)),
+        (4, in_float32(shard=2)),  # two replicas of two shards
+        (2, in_float32(shard=1)),  # replicas only
+        (2, in_float32(activation_checkpointing=True)),
+        (1, in_float32(activation_checkpointing=True)),
     ],
 )
 def test_hybrid_sharding_and_activation_checkpointing_change_no_number(tiny_folder, world, settings):
-    expected = gradient_and_statistics(Ranks(), tiny_folder, PolicyConfig())
+    expected = gradient_and_statistics(Ranks(), tiny_folder, in_float32())
     for result in on_ranks(world, gradient_and_statistics, tiny_folder, replace(settings, row_tokens=60)):
         compare(result, expected, rtol=1e-5)
 
 
+@pytest.mark.gpu
 def test_a_tied_head_and_an_untied_one(folder_of):
     for name in ("llama", "gpt_neox", "qwen3_moe"):
-        expected = gradient_and_statistics(Ranks(), folder_of(name), PolicyConfig())
+        expected = gradient_and_statistics(Ranks(), folder_of(name), in_float32())
         for result in on_ranks(3, gradient_and_statistics, folder_of(name), rows_of(row_tokens=80)):
             compare(result, expected, rtol=3e-5)
 
 
+@pytest.mark.gpu
 def test_more_ranks_than_rollouts(tiny_folder):
     expected = few(Ranks(), tiny_folder)
     for result in on_ranks(4, few, tiny_folder):
@@ -121,17 +124,18 @@ def test_more_ranks_than_rollouts(tiny_folder):
 
 
 def few(ranks: Ranks, folder: Path) -> tuple[dict, dict]:
-    policy = Policy.load(folder, CPU, PolicyConfig(), ranks)
+    policy = Policy.load(folder, DEVICE, in_float32(), ranks)
     recorder = Recorder(policy)
     statistics = update(policy, recorder, rollouts(1, 1), [1.0], ppo_loss, 1.0)
     return recorder.gradient, statistics
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [Precision.bfloat16, Precision.float16])
 @pytest.mark.parametrize("world", [1, 2])
 def test_half_precision_computes_on_float32_parameters(tiny_folder, dtype, world):
-    expected = gradient_and_statistics(Ranks(), tiny_folder, PolicyConfig())
-    for result in on_ranks(world, gradient_and_statistics, tiny_folder, PolicyConfig(dtype=dtype)):
+    expected = gradient_and_statistics(Ranks(), tiny_folder, in_float32())
+    for result in on_ranks(world, gradient_and_statistics, tiny_folder, in_float32(dtype=dtype)):
         assert all(g.dtype == torch.float32 for g in result[0].values())
         for (name, ours), theirs in zip(result[2].items(), expected[2].values(), strict=True):
             assert (ours - theirs).norm() / theirs.norm() < (0.15 if dtype == Precision.bfloat16 else 0.03), name
@@ -142,16 +146,17 @@ def test_groups_of_ranks_must_be_equal(tiny_folder):
     with pytest.raises(
         ModelError, match=r"policy.shard=3 does not divide the 4 ranks into equal groups; possible are 1, 2, 4"
     ):
-        Policy.load(tiny_folder, CPU, PolicyConfig(shard=3), Ranks(0, 4))
+        Policy.load(tiny_folder, DEVICE, in_float32(shard=3), Ranks(0, 4))
 
 
 def small_gradient(ranks: Ranks, folder: Path, dtype: Precision, scale: float) -> dict[str, Tensor]:
-    policy = Policy.load(folder, CPU, PolicyConfig(dtype=dtype), ranks)
+    policy = Policy.load(folder, DEVICE, in_float32(dtype=dtype), ranks)
     recorder = Recorder(policy, scale)
     update(policy, recorder, rollouts(), [1e-4 * a for a in ADVANTAGES], ppo_loss, 1.0)
     return {name: gradient / scale for name, gradient in recorder.gradient.items()}
 
 
+@pytest.mark.gpu
 def test_the_loss_scale_saves_gradients_that_float16_cannot_hold(tiny_folder):
     exact = small_gradient(Ranks(), tiny_folder, Precision.float32, 1.0)
     off = {}
@@ -175,7 +180,7 @@ def sample(policy: Policy, engine: LocalEngine) -> list[tuple[list[int], list[fl
 
 def train_and_sample(ranks: Ranks, folder: Path, settings: PolicyConfig, steps: int) -> dict:
     """Turns of sampling and training; what was sampled in each, what lay in memory, and the weights at the end."""
-    policy = Policy.load(folder, CPU, settings, ranks)
+    policy = Policy.load(folder, DEVICE, settings, ranks)
     engine = LocalEngine(policy.sampler, policy.end_ids(), 8, 64, policy.device, policy.dtype)
     optimizer = Optimizer(
         policy.trainable, OptimizerConfig(lr=3e-3), steps, 3, offload=settings.offload != Offload.none
@@ -198,13 +203,14 @@ def train_and_sample(ranks: Ranks, folder: Path, settings: PolicyConfig, steps: 
     return {"turns": turns, "bytes": bytes_, "weights": weights}
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("offload", list(Offload))
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_ranks_sample_from_what_they_train(tiny_folder, world, offload):
     """Parameters are unsharded in place for the engine and given back; what waits on the host comes back bit for bit."""
-    expected = train_and_sample(Ranks(), tiny_folder, PolicyConfig(), 4)
+    expected = train_and_sample(Ranks(), tiny_folder, in_float32(), 4)
     assert expected["turns"][0] != expected["turns"][1]
-    for result in on_ranks(world, train_and_sample, tiny_folder, PolicyConfig(offload=offload), 4):
+    for result in on_ranks(world, train_and_sample, tiny_folder, in_float32(offload=offload), 4):
         for ours, theirs in zip(result["turns"], expected["turns"], strict=True):
             assert [ids for ids, _ in ours] == [ids for ids, _ in theirs]
         compare(
@@ -221,10 +227,11 @@ def test_ranks_sample_from_what_they_train(tiny_folder, world, offload):
         assert freed >= parameters if world > 1 else freed > 0
 
 
+@pytest.mark.gpu
 def test_a_rank_holds_its_share_and_no_more(tiny_folder):
     one, four = (
-        train_and_sample(Ranks(), tiny_folder, PolicyConfig(), 2),
-        on_ranks(4, train_and_sample, tiny_folder, PolicyConfig(), 2),
+        train_and_sample(Ranks(), tiny_folder, in_float32(), 2),
+        on_ranks(4, train_and_sample, tiny_folder, in_float32(), 2),
     )
     assert all(result["bytes"][-1][0] < 0.27 * one["bytes"][-1][0] for result in four)
 
@@ -259,9 +266,10 @@ def test_all_ranks_together_hold_every_token_once(sizes, world, layout):
 
 
 def exported(ranks: Ranks, source: Path, folder: Path) -> None:
-    Policy.load(source, CPU, PolicyConfig(), ranks).export(folder)
+    Policy.load(source, DEVICE, in_float32(), ranks).export(folder)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("world", [1, 2])
 def test_what_is_exported_is_what_was_loaded(any_folder, tmp_path, world):
     """Any architecture, plain or sharded: the same file names, the same tensors, the same tokenizer."""

@@ -14,9 +14,9 @@ from hybrid_rl.policy.numbers import Fault
 from hybrid_rl.policy.optimizer import Optimizer, TrainingDiverged
 from hybrid_rl.policy.update import imitate
 from hybrid_rl.types import Rollout
+from tests.device import DEVICE
 from tests.updates import rows_of, update
 
-CPU = torch.device("cpu")
 TEMPERATURE = 0.7
 
 
@@ -74,17 +74,19 @@ class Recorder:
         return Optimizer({"p": torch.nn.Parameter(torch.zeros(1))}, OptimizerConfig(), 1, 1).step()
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["padded", "packed", "trees"])
 @pytest.mark.parametrize("row_tokens", [2048, 40, 16])
 def test_gradient_equals_the_float64_textbook_in_every_layout_and_split(tiny_folder, layout, row_tokens):
-    batch, policy = rollouts(), Policy.load(tiny_folder, CPU, rows_of(layout, row_tokens))
+    batch, policy = rollouts(), Policy.load(tiny_folder, DEVICE, rows_of(layout, row_tokens))
     recorder = Recorder(policy.model)
     stats = update(policy, recorder, batch, ADVANTAGES, ppo_loss, TEMPERATURE)
     assert 0 < stats["clip_fraction"] < 1  # both branches of the loss are in play
     for name, expected in reference_gradient(policy, batch).items():
-        torch.testing.assert_close(recorder.gradient[name].double(), expected, rtol=2e-4, atol=2e-6, msg=name)
+        torch.testing.assert_close(recorder.gradient[name].double().cpu(), expected, rtol=2e-4, atol=2e-6, msg=name)
 
 
+@pytest.mark.gpu
 def test_one_step_moves_every_parameter_once(policy):
     before = copy.deepcopy(policy.model.state_dict())
     optimizer = Optimizer(policy.trainable, OptimizerConfig(lr=1e-3), 10, 3)
@@ -95,6 +97,7 @@ def test_one_step_moves_every_parameter_once(policy):
         assert 0 < moved <= 1.01e-3  # Adam's first step is lr in size
 
 
+@pytest.mark.gpu
 def test_statistics_at_unchanged_weights(policy):
     """Recorded log-probabilities that are the policy's own: ratio 1, no clipping, no mismatch, loss −mean advantage."""
     batch = rollouts()
@@ -115,6 +118,7 @@ def test_statistics_at_unchanged_weights(policy):
     assert 0 < stats["entropy"] < math.log(policy.model.config.vocab_size)
 
 
+@pytest.mark.gpu
 def test_imitate_is_the_mean_negative_log_likelihood_of_the_answers(policy):
     batch = rollouts()
     total, count = 0.0, 0
@@ -131,6 +135,7 @@ def test_imitate_is_the_mean_negative_log_likelihood_of_the_answers(policy):
     assert stats["loss"] == pytest.approx(total / count, rel=1e-5)
 
 
+@pytest.mark.gpu
 def test_a_batch_without_sampled_tokens_changes_nothing_and_stays_finite(policy):
     empty = [Rollout("t", 0, 0, 0, [5, 6, 7])]
     stats = update(policy, Recorder(policy.model), empty, [1.0], ppo_loss, 1.0)

@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 from hybrid_rl.config import Config, ConfigError
 from hybrid_rl.preflight.names import keys
 from hybrid_rl.preflight.settings import load
+from hybrid_rl.preflight.targets import check_saved_targets
 from hybrid_rl.run import main
 
 REVERSE = "+recipe=reverse"
@@ -41,7 +42,7 @@ BAD = [
     ([REVERSE, "rollout.group_size=0"], "rollout.group_size=0 (command line): must be at least 1"),
     ([REVERSE, "rollout.group_size=1"], "rollout.group_size=1 (command line): makes every group silent; use 2 or more, or algo.silent_by=none"),
     ([REVERSE, "rollout.group_size=1", "algo.silent_by=none"], "leaves hybrid_rl.algo.grpo.advantages nothing to compare with; use 2 or more"),
-    ([REVERSE, "rollout.max_tokens=4000"], "is longer than a row of policy.row_tokens=2048; at most "),
+    ([REVERSE, "rollout.max_tokens=4000", "policy.row_tokens=2048"], "is longer than a row of policy.row_tokens=2048; at most "),
     ([REVERSE, "policy.row_tokens=16"], "set policy.row_tokens to"),
     ([REVERSE, "rollout.temperature=0"], "rollout.temperature=0.0 (command line): must be a number above 0"),
     ([REVERSE, "rollout.top_p=1.5"], "must be between 1e-06 and 1"),
@@ -118,7 +119,7 @@ BAD = [
     ([REVERSE, f"rl.steps={10**30}"], f"rl.steps={10**30} (command line): must be at most {2**31 - 1}"),
     ([REVERSE, "name=../elsewhere"], "name=../elsewhere (command line): must be a plain name"),
     ([REVERSE, "output_dir="], "output_dir= (command line): must be a folder; output_dir=. is the current one"),
-    (["recipe=mine"], "recipe=mine (command line): there is no such choice; there are: reverse, reverse_opd; a recipe is chosen with +recipe=NAME"),
+    (["recipe=mine"], "recipe=mine (command line): there is no such choice; there are: reverse, reverse_opd, sorting; a recipe is chosen with +recipe=NAME"),
     (["recipe=reverse"], "recipe=reverse (command line): a recipe is added to the settings: +recipe=reverse"),
     ([REVERSE, "algo.advantage=gae"], "algo.advantage=gae (command line): a part is chosen with a slash: algo/advantage=gae"),
     ([REVERSE, "algo.loss=ppo"], "a part is chosen with a slash: algo/loss=ppo"),
@@ -196,7 +197,7 @@ def test_every_default_can_be_overridden_without_plus():
 def test_the_recipe_is_the_worked_example():
     config = load([REVERSE])
     assert (config.rollout.batch_size, config.rollout.group_size, config.rl.steps) == (128, 16, 20)
-    assert (config.rollout.temperature, config.rollout.max_tokens, config.policy.row_tokens) == (1.0, 128, 2048)
+    assert (config.rollout.temperature, config.rollout.max_tokens, config.policy.row_tokens) == (1.0, 128, 0)
 
 
 def test_the_model_brings_its_learning_rates(tmp_path):
@@ -287,6 +288,38 @@ def test_a_folder_of_ones_own_recipes(tmp_path):
         load(["+recipe=min"], tmp_path)
 
 
+PARTS = """# @package _global_
+name: mine
+data: {_target_: hybrid_rl.data.files.load_tasks, rl: a.jsonl, eval: b.jsonl}
+reward:
+  right: {_target_: hybrid_rl.rewards.numeric, within: boxed, weight: 2}
+  form: {_target_: hybrid_rl.rewards.matches, pattern: ".*", weight: 0.1, sources: [maths]}
+  gold: {_target_: hybrid_rl.rewards.MathVerify, weight: 0}
+"""
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("reward.right._target_=hybrid_rl.rewards.maths.numbers", r"reward.right._target_=.*: hybrid_rl.rewards.maths defines no 'numbers'"),
+        ("+reward.right.weigth=1", r"reward.right.weigth=1 .*: hybrid_rl.rewards.maths.numeric takes no such argument"),
+        ("+reward.gold.second=1", r"reward.gold.second=1 .*: hybrid_rl.rewards.maths.MathVerify takes no such argument"),
+        ("reward.right.weight=much", r"reward.right.weight=much \(command line\): must be a number; 0: logged and not paid"),
+        ("reward.right.weight=.nan", r"reward.right.weight=.*: must be a number"),
+        ("reward.form.sources=maths", r"reward.form.sources=maths \(command line\): must be a list of sources"),
+        ("reward.gold=0.5", r"reward.gold=0.5 \(command line\): must be a part of the reward, like \{_target_: module.function, weight: 1\}"),
+        ("reward={right:{weight:0}}", r"reward=.*: pays nothing: every weight is 0"),
+    ],
+)  # fmt: skip
+def test_the_parts_of_a_reward_are_checked(override, expected, tmp_path):
+    (tmp_path / "recipe").mkdir()
+    nothing = override.startswith("reward={")
+    text = PARTS.replace("weight: 2", "weight: 0").replace("weight: 0.1", "weight: 0") if nothing else PARTS
+    (tmp_path / "recipe" / "mine.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=f"^{expected}"):
+        load(["+recipe=mine", *([] if nothing else [override])], tmp_path)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="SGLang is installed")
 def test_an_engine_that_is_not_installed_is_named() -> None:
     with pytest.raises(
@@ -364,3 +397,31 @@ def test_a_recipe_that_is_not_python_is_named(tmp_path, monkeypatch):
         ConfigError, match=r"reward\._target_=not_python\.reward .*/not_python\.py is not Python: .* line 2\)"
     ):
         load([REVERSE, "reward._target_=not_python.reward"])
+
+
+def test_the_rewards_of_hybrid_rl_are_its_own_parts(tmp_path):
+    """A saved run may name them, as its package offers them."""
+    check_saved_targets({"reward": {"a": {"_target_": "hybrid_rl.rewards.exact"}}}, tmp_path, set())
+    with pytest.raises(ConfigError, match="is not defined by hybrid_rl's parts"):
+        check_saved_targets({"reward": {"_target_": "hybrid_rl.rewards.urllib"}}, tmp_path, set())
+    for function in ("os.system", "tests.composed_rewards.trl_text"):
+        saved = {"reward": {"_target_": "hybrid_rl.rewards.Trl", "function": function}}
+        if function == "os.system":
+            with pytest.raises(ConfigError, match=r"function=os\.system is not defined by hybrid_rl's parts"):
+                check_saved_targets(saved, tmp_path, set())
+        else:
+            check_saved_targets(saved, tmp_path, set())
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("data.rl={rows:{_target_:tests.data.test_sources.row}}", "data.rl.rows._target_=.*: tests.data.test_sources defines no 'row'"),
+        ("data.rl=[{rows:{_target_:tests.data.test_sources.rows}}]", r"data.rl\[0\].rows.count=.*: is missing, and tests.data.test_sources.rows needs it"),
+    ],
+)  # fmt: skip
+def test_functions_inside_the_data_are_checked(override, expected, tmp_path):
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_text(PARTS)
+    with pytest.raises(ConfigError, match=f"^{expected}"):
+        load(["+recipe=mine", override], tmp_path)

@@ -149,8 +149,19 @@ def test_the_numbers_of_a_steps_phases_are_the_slowest_and_largest_ranks() -> No
         "seconds": {"rollout": 4.0, "update": 3.0},
         "memory": {"rollout": [2.0, 2.0], "update": [5.0, 1.0]},
         "memory_gib": 5.0,
+        "memory_reserved_gib": None,
+        "memory_device_gib": None,
         "tokens_per_second": 10 / 5,
     }
+
+
+def test_what_torch_and_all_processes_hold_is_the_largest_ranks() -> None:
+    mine, other = Phases(torch.device("cpu")), Phases(torch.device("cpu"))
+    for phases, reserved, device in ((mine, 3.0, 20.0), (other, 4.0, 10.0)):
+        phases.seconds, phases.memory = {"update": 1.0}, {"update": (1.0, 2.0)}
+        phases.reserved_gib, phases.device_gib = reserved, device
+    made = phase_metrics(mine, Batch([group(0, [1.0], lengths=[4])], []), TwoRanks(other))  # type: ignore[arg-type]
+    assert (made["memory_gib"], made["memory_reserved_gib"], made["memory_device_gib"]) == (2.0, 4.0, 20.0)
 
 
 @pytest.mark.parametrize("n", range(1, 9))
@@ -368,3 +379,44 @@ def test_what_alarms_remember_does_not_grow_with_the_run() -> None:
     begun([sound() for _ in range(200)], alarms)
     assert len(json.dumps(alarms.state())) == size
     assert [len(values) for values in alarms.state()["first"].values()] == [FIRST, FIRST]
+
+
+def parting(reward: Iterable[float], gold: Iterable[float]) -> list[dict[str, object]]:
+    return [{"reward": r, "measures": {"gold": g}} for r, g in zip(reward, gold, strict=True)]
+
+
+NOISE = [0.003, -0.002, 0.001, -0.003, 0.002] * 8
+
+
+def test_a_reward_that_is_gamed_is_told_by_what_is_not_paid() -> None:
+    """The reward rises on, its gold falls: slowly, after they rose together."""
+    together = parting([0.1 + 0.02 * i + NOISE[i] for i in range(20)], [0.05 + 0.02 * i + NOISE[i] for i in range(20)])
+    apart = parting([0.5 + 0.01 * i + NOISE[i] for i in range(20)], [0.43 - 0.01 * i - NOISE[i] for i in range(20)])
+    found = begun([*together, *apart])
+    assert [name for _, name in found] == ["measure:gold"]
+    assert 24 <= found[0][0] <= 30
+    alarms = Alarms()
+    for values in together:
+        alarms.check(values)
+    resumed = Alarms()
+    resumed.restore(json.loads(json.dumps(alarms.state())))
+    assert [(n + 20, name) for n, name in begun(apart, resumed)] == found
+    (line,) = [line for values in apart for line in alarms.check(values).values()]
+    assert line.startswith("measure gold fell to 0.")
+    assert "the reward is gamed" in line
+
+
+@pytest.mark.parametrize(
+    ("reward", "gold"),
+    [
+        ([0.5] * 40, [0.5] * 40),
+        ([0.5 + n for n in NOISE], [0.5 - n for n in NOISE]),  # noise alone, even if opposed
+        (
+            [0.5 - 0.01 * i for i in range(40)],
+            [0.5 - 0.01 * i for i in range(40)],
+        ),  # a run that gets worse is not gamed
+        ([0.01 * i for i in range(40)], [0.0] * 40),
+    ],
+)
+def test_what_is_no_gaming(reward: list[float], gold: list[float]) -> None:
+    assert begun(parting(reward, gold)) == []

@@ -15,6 +15,7 @@ from hybrid_rl.policy.optimizer import Optimizer
 from hybrid_rl.run_folder import checkpoint
 from hybrid_rl.run_folder.checkpoint import CheckpointError
 from hybrid_rl.run_folder.metrics import Metrics
+from tests.device import DEVICE, in_float32
 
 
 def trained(policy: Policy, steps: int = 2) -> Optimizer:
@@ -30,10 +31,11 @@ def save(root, policy, optimizer, step, keep=2, **state):
     checkpoint.save(root, "rl", step, policy, optimizer, state, keep)
 
 
+@pytest.mark.gpu
 def test_weights_moments_and_state_come_back_bit_for_bit(policy, tiny_folder, tmp_path):
     optimizer = trained(policy)
     save(tmp_path, policy, optimizer, 7, version=7, note="ü")
-    other = Policy.load(tiny_folder, torch.device("cpu"))
+    other = Policy.load(tiny_folder, DEVICE, in_float32())
     fresh = Optimizer(other.trainable, OptimizerConfig(lr=1e-2), 10, 3)
     found = checkpoint.latest(tmp_path)
     found.restore_policy(other)

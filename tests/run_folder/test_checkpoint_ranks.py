@@ -25,10 +25,13 @@ from hybrid_rl.policy.sharding import make_mesh, shard
 from hybrid_rl.processes.ranks import Ranks
 from hybrid_rl.run_folder import checkpoint
 from hybrid_rl.run_folder.checkpoint import CheckpointError
+from tests.device import DEVICE, ON_GPU, in_float32
 from tests.ranks import on_ranks
 
 # (ranks, ranks that share one copy of the parameters; 0: plain tensors). (4, 2) and (2, 1) have replicas.
 LAYOUTS = [(1, 0), (1, 1), (2, 2), (3, 3), (4, 4), (4, 2), (2, 1)]
+if ON_GPU:
+    LAYOUTS = [(world, size) for world, size in LAYOUTS if world <= torch.cuda.device_count()]
 
 
 @dataclass
@@ -43,20 +46,20 @@ class StandIn:
 def stand_in(ranks: Ranks, size: int, rows: int = 5) -> StandIn:
     """Dimensions of 5, 1 and 10 rows: over 4 ranks uneven and empty shards."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, rows), nn.Linear(rows, 1), nn.Linear(1, 10))
+    model = nn.Sequential(nn.Linear(4, rows), nn.Linear(rows, 1), nn.Linear(1, 10)).to(DEVICE)
     if size:
-        shard(model, {"Linear"}, make_mesh(ranks, size, torch.device("cpu")), torch.float32)
+        shard(model, {"Linear"}, make_mesh(ranks, size, DEVICE), torch.float32)
     return StandIn(ranks, model, dict(model.named_parameters()))
 
 
 def mixed(ranks: Ranks, size: int, rows: int = 5) -> StandIn:
     """With bfloat16, and a number that is not sharded."""
     policy = stand_in(ranks, size, rows)
-    half = nn.Sequential(nn.Linear(3, 7, dtype=torch.bfloat16))
+    half = nn.Sequential(nn.Linear(3, 7, dtype=torch.bfloat16)).to(DEVICE)
     if size:
-        shard(half, {"Linear"}, make_mesh(ranks, size, torch.device("cpu")), torch.bfloat16)
+        shard(half, {"Linear"}, make_mesh(ranks, size, DEVICE), torch.bfloat16)
     policy.trainable |= {f"half.{name}": p for name, p in half.named_parameters()} | {
-        "number": nn.Parameter(torch.tensor(0.5))
+        "number": nn.Parameter(torch.tensor(0.5, device=DEVICE))
     }
     return policy
 
@@ -67,9 +70,8 @@ def optimizer_of(policy: StandIn | Policy) -> Optimizer:
 
 def values(name: str, like: Tensor, seed: int) -> Tensor:
     """The whole tensor that goes by this name."""
-    return torch.randn(like.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed)).to(
-        like.dtype
-    )
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed)
+    return torch.randn(like.shape, generator=generator).to(DEVICE, like.dtype)
 
 
 @torch.no_grad()
@@ -120,6 +122,7 @@ def saved(tmp_path_factory) -> dict[int, Path]:
     return roots
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(("world", "size"), LAYOUTS)
 def test_what_any_ranks_saved_comes_back_bit_for_bit_on_any_others(saved, world, size):
     assert on_ranks(world, restore_values, size, saved) == [[]] * world
@@ -148,7 +151,7 @@ def test_each_rank_writes_its_share(tmp_path):
 
 
 def save_policy(ranks: Ranks, model_folder: Path, root: Path) -> None:
-    policy = Policy.load(model_folder, torch.device("cpu"), None, ranks)
+    policy = Policy.load(model_folder, DEVICE, in_float32(), ranks)
     optimizer = optimizer_of(policy)
     moments = optimizer.blank()
     put(policy.trainable, 5)
@@ -159,7 +162,7 @@ def save_policy(ranks: Ranks, model_folder: Path, root: Path) -> None:
 
 def test_a_real_policys_ties_and_names_are_the_same_on_one_rank(tiny_folder, tmp_path):
     on_ranks(2, save_policy, tiny_folder, tmp_path)
-    policy = Policy.load(tiny_folder, torch.device("cpu"))
+    policy = Policy.load(tiny_folder, DEVICE, in_float32())
     optimizer, found = optimizer_of(policy), checkpoint.latest(tmp_path)
     found.restore_policy(policy)
     found.restore_optimizer(optimizer)
@@ -172,7 +175,7 @@ def test_a_real_policys_ties_and_names_are_the_same_on_one_rank(tiny_folder, tmp
 
 def train(policy: StandIn, optimizer: Optimizer, steps: range) -> None:
     for step in steps:
-        batch = torch.randn(16, 4, generator=torch.Generator().manual_seed(step))
+        batch = torch.randn(16, 4, generator=torch.Generator().manual_seed(step)).to(DEVICE)
         (policy.model(batch).square().mean() / policy.ranks.world).backward()  # gradients are summed over ranks
         optimizer.step()
 
@@ -210,6 +213,7 @@ def stopped(tmp_path_factory) -> Path:
     return root
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(("world", "size"), [(1, 0), (2, 2), (4, 4), (4, 2)])
 def test_training_goes_on_as_if_it_had_never_stopped(stopped, world, size):
     whole = stand_in(Ranks(), 0)

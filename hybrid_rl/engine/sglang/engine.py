@@ -317,6 +317,8 @@ class SGLangEngine:
         try:
             for names, payloads in self._payloads(buckets):
                 self._call("load", payloads)  # read by all of SGLang's ranks when this returns
+                if self.options.device.type == "cuda":  # frees what they let go of; torch keeps it otherwise
+                    torch.cuda.ipc_collect()
                 missing -= names
             if missing:
                 absent = ", ".join(sorted(missing)[:3])
