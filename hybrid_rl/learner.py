@@ -27,7 +27,7 @@ from hybrid_rl.policy.model import Policy
 from hybrid_rl.policy.numbers import Fault, broken_weight, finite
 from hybrid_rl.policy.optimizer import Optimizer, TrainingDiverged, make_optimizer
 from hybrid_rl.policy.roles import Roles, make_critic, make_reference, make_teacher
-from hybrid_rl.policy.rows import as_on_main
+from hybrid_rl.policy.rows import Update, as_on_main
 from hybrid_rl.policy.update import Objective, mean_numbers, observe, update
 from hybrid_rl.rollout.collector import Batch
 from hybrid_rl.run_folder.bad_batch import BadBatch, BadBatches
@@ -151,6 +151,8 @@ class Learner:
             if log_ratios:
                 self.kl_coef = kl.adapted(self.kl_coef, numbers["reference_kl"], target, self.algo.kl.horizon)
         means = scored.mean_of_rollout(advantages).tolist()
+        if any((own != own[0]).any() for own in scored.per_rollout(advantages)):  # not one for the whole rollout
+            _note_tokens(batch, range(len(batch.rollouts)), advantages=advantages)
         return numbers, {(r.group_id, r.index): a for r, a in zip(batch.rollouts, means, strict=True)}
 
     def _go_to(self, step: int, update: int = 0) -> None:
@@ -194,9 +196,11 @@ class Learner:
                 if not members:
                     continue
                 self._go_to(inputs.step, epoch * self.algo.minibatches + position)
-                result, ratios = self._take_update(inputs, members, own, chosen)
+                result, done = self._take_update(inputs, members, own, chosen)
                 results.append(result)
-                log_ratios += [] if ratios is None else [ratios]
+                if done and done.log_ratios is not None:
+                    log_ratios.append(done.log_ratios)
+                    _note_tokens(inputs.batch, members, log_ratios=done.log_ratios, entropies=done.entropies)
                 if not result["skipped"] and (self.critic or result["grad_norm"]):
                     rollouts = (inputs.batch.rollouts[i] for i in members if i in seen)
                     inputs.batch.trained |= {(r.group_id, r.index) for r in rollouts}
@@ -204,10 +208,10 @@ class Learner:
 
     def _take_update(
         self, inputs: StepInputs, members: list[int], given: Given, chosen: Tensor
-    ) -> tuple[dict[str, float], Tensor | None]:
+    ) -> tuple[dict[str, float], Update | None]:
         """Take one update of the critic, if there is one, and after its warm-up one of the policy.
 
-        Return their numbers, and the policy's log-ratios [M] or None.
+        Return their numbers, and the policy's update or None.
         """
         rollouts, result = [inputs.batch.rollouts[i] for i in members], dict[str, float]()
         facts = {"divisor": given.divisor, "kl_coef": self.kl_coef}
@@ -228,7 +232,7 @@ class Learner:
         if done.fault:
             self._keep(replace(bad, columns=given.columns()), done.fault, self.optimizer, self.policy)
         skipped = done.numbers["skipped"] + result.get("skipped", 0.0)
-        return result | selected | done.numbers | {"skipped": skipped}, done.log_ratios
+        return result | selected | done.numbers | {"skipped": skipped}, done
 
     def _look(self, rollouts: Sequence[Rollout], given: Given, kept: Tensor) -> tuple[Given, dict[str, float]]:
         """Return `given` with the results of selections and of the loss's look, for the policy as it is now.
@@ -260,6 +264,15 @@ class Learner:
                     f"after the update of step {step} the {what}'s {name} is infinite or NaN; lower the learning rate. "
                     "The same command with resume=auto goes on from the last checkpoint"
                 )
+
+
+def _note_tokens(batch: Batch, members: Sequence[int], **columns: Tensor | None) -> None:
+    """Keep columns [M] of the members' sampled tokens for the rollout files, over those of an earlier update."""
+    rollouts = [batch.rollouts[i] for i in members]
+    for name, column in columns.items():
+        if column is not None:
+            for r, own in zip(rollouts, column.cpu().split([r.sampled for r in rollouts]), strict=True):
+                batch.tokens.setdefault((r.group_id, r.index), {})[name] = own.numpy()
 
 
 def _why_nothing(numbers: Numbers, scored: Scored, inputs: StepInputs) -> str:

@@ -483,3 +483,34 @@ def test_what_the_learner_knows_is_in_the_checkpoint(policy, tmp_path):
         policy, tmp_path, "hash_of_answer", reference=Reference.frozen, kl=KlConfig(coef=0.1, target=1e-9, horizon=10)
     )
     assert checkpoint.latest(tmp_path / "checkpoints").state["learner"]["kl_coef"] == pytest.approx(0.1 * (1 - 0.02))
+
+
+def test_what_the_update_saw_of_each_token_is_kept(learning, policy: Policy, reference_of) -> None:
+    """Log-ratios and entropies of every sampled token as plain transformers computes them in float64."""
+    b, plain = batch(near=policy), reference_of(policy.folder)
+    expected = {}
+    for r in b.rollouts:
+        start, ids = r.prompt_length, r.token_ids
+        rows = plain.distribution(ids, 1.0)[start - 1 : -1]
+        old = torch.tensor(r.logprobs[start:], dtype=torch.float64)
+        moved = rows.gather(-1, torch.tensor(ids[start:])[:, None])[:, 0] - old
+        expected[r.group_id, r.index] = {"log_ratios": moved, "entropies": -(rows.exp() * rows).sum(-1)}
+    gradient(learning(), b)
+    assert b.tokens.keys() == expected.keys()
+    for key, columns in expected.items():
+        mask = next(r.loss_mask for r in b.rollouts if (r.group_id, r.index) == key)
+        chosen = torch.tensor(mask[-len(columns["entropies"]) :])
+        assert b.tokens[key].keys() == columns.keys()  # one advantage for the whole rollout
+        for name, column in columns.items():
+            torch.testing.assert_close(torch.tensor(b.tokens[key][name]).double(), column[chosen], atol=1e-5, rtol=1e-4)
+
+
+def test_advantages_of_tokens_are_kept_if_they_differ(learning) -> None:
+    b = batch()
+    gradient(learning(advantage=part("reinforce_pp.advantages")), b)
+    assert all("advantages" not in columns for columns in b.tokens.values())
+    s = learning(
+        reference=Reference.frozen, kl=KlConfig(coef=0.1, place=KlPlace.reward), advantage=part("gae.advantages")
+    )
+    gradient(s, other := batch())
+    assert all(len(other.tokens[r.group_id, r.index]["advantages"]) == r.sampled for r in other.rollouts)

@@ -11,6 +11,7 @@ import urllib.request
 from pathlib import Path
 from urllib.parse import quote
 
+import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
@@ -34,7 +35,10 @@ def rollout(tokenizer, group: int, index: int, text: str) -> Rollout:
     return made
 
 
-def write_step(run: Path, tokenizer, step: int, text: str = "answer é of {i}\nto {g} " + EVIL) -> None:
+TEXT = "answer é of {i}\nto {g} " + EVIL
+
+
+def write_step(run: Path, tokenizer, step: int, text: str = TEXT, measured: bool = False) -> None:
     groups = []
     for g in range(GROUPS):
         members = [rollout(tokenizer, g, i, text.format(g=g, i=i)) for i in range(MEMBERS)]
@@ -43,7 +47,15 @@ def write_step(run: Path, tokenizer, step: int, text: str = "answer é of {i}\nt
         )
     advantages = {(g, i): i - 1.5 for g in range(GROUPS) for i in range(MEMBERS) if (g, i) != (2, 0)}
     prompts = [f"question {g}" for g in range(GROUPS)]
-    write_rollouts(run / "rollouts" / f"step_{step:04d}.parquet", groups, prompts, advantages, set(advantages))
+    tokens = {}
+    if measured:
+        count = {(r.group_id, r.index): r.sampled for group in groups for r in group.rollouts}
+        tokens = {
+            key: {"log_ratios": np.linspace(-0.5, 0.5, n), "entropies": np.linspace(0, 3, n)}
+            for key, n in count.items()
+        }
+    path = run / "rollouts" / f"step_{step:04d}.parquet"
+    write_rollouts(path, groups, prompts, advantages, set(advantages), tokens)
 
 
 @pytest.fixture(scope="module")
@@ -212,6 +224,23 @@ def test_tokens_are_coloured_by_what_is_chosen(page):
     tip = page.locator("#tip").inner_text()
     assert "log-probability -2 " in tip
     assert "advantage -1.5" in tip
+
+
+def test_ratio_and_entropy_are_shown_if_an_update_measured_them(page, run, tokenizer, expect):
+    write_step(run, tokenizer, 2, measured=True)
+    expect(page.locator("#file option")).to_have_count(2, timeout=15000)
+    page.click("#after")
+    expect(page.locator("#by option:disabled")).to_have_count(0)
+    page.select_option("#by", "log_ratio")
+    last = page.locator("article").first.locator("span[data-i]").count() - 1
+    assert "--high" in background(page, 0)
+    assert "--low" in background(page, last)
+    assert page.locator("#low").inner_text() == "0.607"
+    page.select_option("#by", "entropy")
+    assert "0.00)" in background(page, 0)
+    assert "0.75)" in background(page, last)
+    page.locator(f'span[data-i="{last}"]').first.hover()
+    assert "ratio 1.65\nentropy 3" in page.locator("#tip").inner_text()
 
 
 def test_filters_search_and_keys(page, expect):

@@ -45,13 +45,14 @@ class Accumulated:
 class Update:
     """The result of an optimizer step: its numbers by name, and the non-finite number for which it was skipped, if any.
 
-    `log_ratios` [N] float32: log π_θ − log π_old of each sampled token before the step; None for a loss without a
-    ratio.
+    `log_ratios` and `entropies` [N] float32: log π_θ − log π_old of each sampled token, and the entropy of the policy's
+    distribution in nats, before the step; None for a loss without a ratio.
     """
 
     numbers: dict[str, float]
     fault: Fault | None
     log_ratios: Tensor | None = None
+    entropies: Tensor | None = None
 
 
 def accumulate(

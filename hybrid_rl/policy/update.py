@@ -22,7 +22,7 @@ from hybrid_rl.types import PackedBatch, Rollout
 
 # per-token losses [M], and named numbers [M] whose means are reported
 Loss = Callable[[Tokens], tuple[Tensor, dict[str, Tensor]]]
-LOGPROB, LOG_RATIO = "log-probability", "log_ratio"
+LOGPROB, LOG_RATIO, ENTROPY = "log-probability", "log_ratio", "entropy"
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ def update(
         fault = alone(fault, lambda r: score(policy, r, temperature), rollouts)
     result = optimizer.skip(fault) if fault else optimizer.step()
     means = {**done.means, "loss": done.means["loss"] * (max(1, len(log_ratios)) / given.divisor)}
-    return Update(means | _step_numbers(result), result.fault, log_ratios)
+    return Update(means | _step_numbers(result), result.fault, log_ratios, done.columns[ENTROPY])
 
 
 def forward_backward(
@@ -72,7 +72,7 @@ def forward_backward(
 ) -> Accumulated:
     """Add the gradient of `scale` times the batch's loss to the parameters'. Collective.
 
-    The columns hold the weighted loss of each token and, as LOG_RATIO, log π_θ − log π_old.
+    The columns hold the weighted loss of each token, as LOG_RATIO log π_θ − log π_old, and as ENTROPY the entropy.
     """
     with_entropy = objective.entropy_coef != 0
 
@@ -96,7 +96,7 @@ def forward_backward(
         mismatch = mismatch_kl(logprobs.detach(), tokens.behaviour_logprobs)
         return RowLoss(
             given.weights[at] * losses,
-            {LOG_RATIO: logprobs.detach() - tokens.old_logprobs},
+            {LOG_RATIO: logprobs.detach() - tokens.old_logprobs, ENTROPY: entropy},
             {"entropy": entropy, "mismatch_kl": mismatch} | named,
         )
 

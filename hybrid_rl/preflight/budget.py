@@ -148,8 +148,9 @@ def later_bytes(config: Config, trainable: int) -> int:
     return moments + 3 * config.handover.bucket_mib * 2**20
 
 
-# bytes of a sampled token in a rollouts file: id, log-probability and text, compressed; prompts are small, one a group
-BYTES_A_TOKEN = 10
+# bytes of a sampled token in a rollouts file: id, log-probability, log-ratio, entropy and text, compressed; prompts are
+# small, one a group
+BYTES_A_TOKEN = 14
 
 
 def rollout_bytes(config: Config, held_out: int) -> int:

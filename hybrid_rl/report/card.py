@@ -8,8 +8,9 @@ from typing import Any
 from hybrid_rl.report.charts import EVALUATIONS, learning_charts
 from hybrid_rl.report.console import visible
 from hybrid_rl.report.numbers import number, shown
-from hybrid_rl.report.page import method, passes, templates
+from hybrid_rl.report.page import method, passes
 from hybrid_rl.report.read import Run, mapping, read_run, text
+from hybrid_rl.report.templates import templates
 from hybrid_rl.run_folder.files import write_text
 from hybrid_rl.run_folder.origin import read_origin
 

@@ -28,6 +28,7 @@ from hybrid_rl.report.drawing import (
 from hybrid_rl.report.intervals import interval, paired
 from hybrid_rl.report.numbers import number, shown
 from hybrid_rl.report.read import Run, mapping, read_run, text
+from hybrid_rl.report.templates import templates
 
 LAST = 10  # RL steps that a final value is the mean of
 # settings that do not make a run another experiment
@@ -110,6 +111,21 @@ class Comparison:
             for run in group.runs
         ]
 
+    def shown(self) -> dict[str, Any]:
+        """Return what compared.html.jinja shows."""
+        header, rows = self.table()
+        return {
+            "header": header,
+            "rows": rows,
+            "settings": self.settings,
+            "groups": self.groups,
+            "drawn": self.groups[:COLOURS],
+            "more": len(self.groups[COLOURS:]),
+            "charts": self.charts(),
+            "runs": self.runs(),
+            "last": LAST,
+        }
+
     def charts(self) -> list[Chart]:
         """Return the curves of the groups: means over seeds, with the range of the seeds shaded."""
         found = [_chart(self.groups, *CURVES[key], lambda run, key=key: _points(run.rl, key)) for key in CURVES]  # type: ignore[misc]
@@ -134,9 +150,12 @@ def find_runs(folders: Sequence[Path]) -> list[Run]:
     return list(runs.values())
 
 
-def compare(runs: Sequence[Run]) -> Comparison:
-    """Return the comparison of at least one run; groups are in the order of their first runs."""
-    settings = [_settings(run) for run in runs]
+def compare(runs: Sequence[Run], apart: bool = False) -> Comparison:
+    """Return the comparison of at least one run; groups are in the order of their first runs.
+
+    `apart` puts each run into a group of its own, whatever its settings.
+    """
+    settings = [_settings(run) | ({"folder": str(run.folder.resolve())} if apart else {}) for run in runs]
     keys = sorted(set().union(*settings))
     differ = [key for key in keys if len({own.get(key) for own in settings}) > 1]
     groups: dict[tuple[str | None, ...], list[Run]] = {}
@@ -147,25 +166,15 @@ def compare(runs: Sequence[Run]) -> Comparison:
 
 def write_comparison(comparison: Comparison, path: Path) -> None:
     """Write the comparison as one self-contained HTML file, atomically."""
-    from hybrid_rl.report.page import templates
     from hybrid_rl.run_folder.files import atomic_file
 
-    header, rows = comparison.table()
-    html = (
-        templates()
-        .get_template("comparison.html.jinja")
-        .render(
-            names=sorted({text(run.config.get("name")) for group in comparison.groups for run in group.runs}),
-            groups=comparison.groups[:COLOURS],
-            more=len(comparison.groups[COLOURS:]),
-            header=header,
-            rows=rows,
-            settings=comparison.settings,
-            all_groups=comparison.groups,
-            runs=comparison.runs(),
-            charts=comparison.charts(),
-            last=LAST,
-        )
+    groups = comparison.groups
+    page = templates().get_template("comparison.html.jinja")
+    html = page.render(
+        names=sorted({text(run.config.get("name")) for group in groups for run in group.runs}),
+        groups=len(groups),
+        runs=sum(len(group.runs) for group in groups),
+        compared=comparison.shown(),
     )
     with atomic_file(path) as file:
         file.write(visible(html).encode())

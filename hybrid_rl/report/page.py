@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hybrid_rl.report.charts import (
     EVALUATIONS,
@@ -18,13 +18,12 @@ from hybrid_rl.report.charts import (
     phase_seconds,
     speed_charts,
 )
+from hybrid_rl.report.comparison import compare
 from hybrid_rl.report.console import NOTHING, visible
 from hybrid_rl.report.numbers import number, shown
 from hybrid_rl.report.read import Run, mapping, read_run, text
 from hybrid_rl.report.samples import evaluation_cases, markdown, step_cases
-
-if TYPE_CHECKING:
-    from jinja2 import Environment
+from hybrid_rl.report.templates import templates
 
 Row = tuple[str, ...]
 COUNTERS = {
@@ -37,10 +36,10 @@ COUNTERS = {
 MAX_ALARMS = 40  # steps with an alarm that are listed
 
 
-def write_report(run_dir: Path, summary: dict[str, Any] | None = None) -> Path:
+def write_report(run_dir: Path, summary: dict[str, Any] | None = None, other: Path | None = None) -> Path:
     """Write report.html and samples.md into the run's folder, atomically, and return the path of report.html.
 
-    `summary` takes the place of summary.json, which marks a finished run and is therefore written after the report.
+    `other` is the folder of a run to compare with. `summary` takes the place of summary.json, which marks a finished run and is therefore written after the report.
 
     Works while a run is going on: what is missing or half written is left out. The same files give the same bytes.
     Raises NotADirectoryError if there is no such folder.
@@ -72,6 +71,7 @@ def write_report(run_dir: Path, summary: dict[str, Any] | None = None) -> Path:
             more_alarms=len(alarms[MAX_ALARMS:]),
             evaluations=evaluations,
             steps=steps,
+            compared=compare([run, read_run(other)], apart=True).shown() if other else None,
             config=run.config_text,
             environment=_environment(run),
         )
@@ -82,22 +82,6 @@ def write_report(run_dir: Path, summary: dict[str, Any] | None = None) -> Path:
         with atomic_file(path) as file:
             file.write(visible(content).encode())
     return report
-
-
-def templates() -> Environment:
-    """Return the loader of the pages' templates.
-
-    Completions, and everything else that a run wrote, are untrusted: every value is escaped, none is marked safe.
-    """
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    return Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
 
 
 def _facts(run: Run) -> dict[str, str]:

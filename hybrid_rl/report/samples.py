@@ -14,6 +14,7 @@ from hybrid_rl.report.console import visible
 from hybrid_rl.report.numbers import number, shown
 
 EVALUATED = 6  # tasks shown before and after
+BROWSED = 9  # RL steps whose samples are shown
 HEAD, TAIL = 3000, 1500  # characters kept of a long text; the end holds the answer
 COLUMNS = (
     *("task_id", "source", "group_id", "index", "prompt", "completion", "answer", "finish_reason"),
@@ -60,11 +61,15 @@ def evaluation_cases(rollouts: Path) -> list[Case]:
 
 
 def step_cases(rollouts: Path) -> list[tuple[int, list[Case]]]:
-    """Return (step, cases) of the first, the middle and the newest RL step whose rollouts can be read."""
+    """Return (step, cases) of at most BROWSED RL steps, the first and the newest among them, spread evenly.
+
+    A step whose rollouts cannot be read gives way to a later one, or else to an earlier one.
+    """
     paths = sorted(rollouts.glob("step_*.parquet"), key=_step)
+    count = min(BROWSED, len(paths))
     found: dict[Path, list[Case]] = {}
-    for order in (paths[::-1], paths, paths[len(paths) // 2 :]):
-        for path in order:
+    for place in (i * (len(paths) - 1) // max(1, count - 1) for i in range(count)):
+        for path in (*paths[place:], *reversed(paths[:place])):
             if cases := found.get(path) or _cases_of_step(path):
                 found[path] = cases
                 break

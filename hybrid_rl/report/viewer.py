@@ -78,7 +78,7 @@ class Viewer:
             }
             for i, row in enumerate(found)
         ]
-        return {"rows": rows, "tokens": [name for name, column in TOKENS.items() if column in table.column_names]}
+        return {"rows": rows, "tokens": [name for name, column in TOKENS.items() if _measured(table, column)]}
 
     def rollouts(self, file: str, rows: Sequence[int]) -> list[dict[str, Any]]:
         """Return texts and tokens of rollouts by their row numbers, at most MOST."""
@@ -135,6 +135,11 @@ def _tokenizer(folder: Path) -> Tokenizer | None:
         if (model / "tokenizer.json").is_file():
             return Tokenizer.from_file(str(model / "tokenizer.json"))
     return None
+
+
+def _measured(table: pa.Table, column: str) -> bool:
+    """Return whether any rollout of the file has the column; files of earlier versions lack some."""
+    return column in table.column_names and table[column].null_count < table.num_rows
 
 
 def _true(masks: pa.ChunkedArray) -> np.ndarray:

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from hybrid_rl.algo.declared import needs
 from hybrid_rl.algo.overlong import penalty
 from hybrid_rl.config import Config
@@ -29,6 +31,8 @@ class Batch:
     examples: dict[str, str] = field(default_factory=dict)  # the first fault of each kind: its task and the error
     replacement_rounds: int = 0
     trained: set[tuple[int, int]] = field(default_factory=set)  # (group id, index) of the rollouts an update used
+    # (group id, index) → numbers of the sampled tokens that rollout files keep, by column: see Learner
+    tokens: dict[tuple[int, int], dict[str, np.ndarray]] = field(default_factory=dict)
     greedy: dict[int, float] = field(default_factory=dict)  # group id → reward of the most likely completion, if asked
 
     @property

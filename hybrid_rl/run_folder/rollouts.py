@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from transformers import PreTrainedTokenizerBase
@@ -29,6 +30,10 @@ SCHEMA = pa.schema(
         pa.field("prompt_length", pa.int32(), nullable=False),
         pa.field("loss_mask", pa.list_(pa.bool_()), nullable=False),
         pa.field("logprobs", pa.list_(pa.float32()), nullable=False),
+        # what the last update that saw the rollout began with; null: there was none. log π_θ − log π_old, nats
+        pa.field("log_ratios", pa.list_(pa.float16())),
+        pa.field("entropies", pa.list_(pa.float16())),  # of the policy's distributions, nats
+        pa.field("advantages", pa.list_(pa.float16())),  # null: every token has `advantage`
         pa.field("versions", pa.list_(pa.struct([("version", pa.int64()), ("count", pa.int64())])), nullable=False),
         pa.field("finish_reason", pa.string()),
         pa.field("outcome", pa.float64()),  # what the reward function returned
@@ -42,6 +47,11 @@ SCHEMA = pa.schema(
         pa.field("fault", pa.string()),  # the kind of the error, as it is counted
     ]
 )
+
+
+TOKENS = ("log_ratios", "entropies", "advantages")
+Columns = Mapping[str, np.ndarray]  # name in TOKENS → a number for each sampled token of a rollout
+HALF = 65504.0  # the largest float16
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +69,12 @@ class RolloutFiles:
         groups: Sequence[Group],
         advantages: Mapping[tuple[int, int], float] = MappingProxyType({}),
         trained: Collection[tuple[int, int]] = (),
+        tokens: Mapping[tuple[int, int], Columns] = MappingProxyType({}),
     ) -> None:
-        """Write <name>.parquet, with advantages, and the rollouts that an update used, by (group id, index)."""
+        """Write <name>.parquet, with what write_rollouts takes by (group id, index)."""
         if self.main:
             prompts = prompts_of(groups, self.tokenizer)
-            write_rollouts(self.folder / f"{name}.parquet", groups, prompts, advantages, trained)
+            write_rollouts(self.folder / f"{name}.parquet", groups, prompts, advantages, trained, tokens)
 
     def remove_old(self, step: int) -> None:
         """Remove those of RL steps before `step` that are not to be kept."""
@@ -83,11 +94,13 @@ def write_rollouts(
     prompts: Sequence[str],
     advantages: Mapping[tuple[int, int], float],
     trained: Collection[tuple[int, int]],
+    tokens: Mapping[tuple[int, int], Columns] = MappingProxyType({}),
 ) -> None:
     """Write the groups' rollouts, in order, to `path`, atomically.
 
     `prompts` has one rendered text per group. `advantages` maps (group id, index) to a number and may lack rollouts;
-    `trained` holds the keys of the rollouts that an update used. Raises ValueError if one of them names other rollouts.
+    `trained` holds the keys of the rollouts that an update used, `tokens` numbers of the sampled tokens of some rollouts,
+    by the columns of TOKENS. Raises ValueError if one of them names other rollouts.
     """
     if len(prompts) != len(groups):
         raise ValueError(f"{len(prompts)} prompts for {len(groups)} groups")
@@ -95,9 +108,11 @@ def write_rollouts(
         (group, prompt, rollout) for group, prompt in zip(groups, prompts, strict=True) for rollout in group.rollouts
     ]
     trained = frozenset(trained)
-    unknown = (advantages.keys() | trained) - {(g.id, r.index) for g, _, r in rows}
+    unknown = (advantages.keys() | trained | tokens.keys()) - {(g.id, r.index) for g, _, r in rows}
     if unknown:
-        raise ValueError(f"advantages or trained name rollouts that are not in the groups: {sorted(unknown)[:5]}")
+        raise ValueError(
+            f"advantages, trained or tokens name rollouts that are not in the groups: {sorted(unknown)[:5]}"
+        )
     columns: dict[str, list[Any]] = {
         "task_id": [_text(g.task.id) for g, _, _ in rows],
         "source": [_text(g.task.source) for g, _, _ in rows],
@@ -111,6 +126,7 @@ def write_rollouts(
         "prompt_length": [r.prompt_length for _, _, r in rows],
         "loss_mask": [r.loss_mask for _, _, r in rows],
         "logprobs": [r.logprobs for _, _, r in rows],
+        **{name: [_spread(r, tokens.get((g.id, r.index), {}).get(name)) for g, _, r in rows] for name in TOKENS},
         "versions": [[{"version": version, "count": count} for version, count in r.versions] for _, _, r in rows],
         "finish_reason": [r.finish_reason for _, _, r in rows],
         "outcome": [r.outcome for _, _, r in rows],
@@ -168,6 +184,15 @@ def as_rollout(row: dict[str, Any]) -> Rollout:
     rollout.measures, rollout.extracted = row["measures"], row.get("extracted")
     rollout.error, rollout.fault = row["error"], row["fault"]
     return rollout
+
+
+def _spread(rollout: Rollout, values: np.ndarray | None) -> np.ndarray | None:
+    """Return the sampled tokens' values at their places among all tokens, 0 elsewhere, within the range of float16."""
+    if values is None:
+        return None
+    whole = np.zeros(len(rollout.token_ids), np.float16)
+    whole[np.asarray(rollout.loss_mask, bool)] = np.clip(values, -HALF, HALF)
+    return whole
 
 
 def _text(text: str) -> str:

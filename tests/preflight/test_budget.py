@@ -7,6 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -61,7 +62,11 @@ def test_rollouts_on_the_disk_are_those_of_the_arithmetic(tmp_path: Path):
         made.finish("stop", " ".join(f"{i:x}"[-5:] for i in ids))
         made.score(1.0, {"a": 1.0})
         rollouts.append(made)
-    write_rollouts(tmp_path / "a.parquet", [Group(0, task, rollouts)], ["prompt"], {}, [])
+    draw = np.random.default_rng(0)
+    tokens = {
+        (0, i): {"log_ratios": draw.normal(0, 0.01, 512), "entropies": draw.exponential(1, 512)} for i in range(64)
+    }
+    write_rollouts(tmp_path / "a.parquet", [Group(0, task, rollouts)], ["prompt"], {}, [], tokens)
     plain = ["rollout.batch_size=64", "rollout.max_tokens=512", "sft.steps=0", "eval.samples=2", "eval.max_tasks=8"]
     one = rollout_bytes(configured(*plain, "rl.steps=1"), 0)
     assert (tmp_path / "a.parquet").stat().st_size == pytest.approx(one, rel=0.3)

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from hybrid_rl import compare as command
+from hybrid_rl.report import write_report
 from hybrid_rl.report.comparison import compare, evaluated, find_runs, write_comparison
 
 REWARDS = {1e-4: {0: 0.5, 1: 0.6, 2: 0.7}, 3e-4: {0: 0.7, 1: 0.75, 2: 0.95}}
@@ -97,6 +98,17 @@ def test_the_page_is_one_file_and_escapes_what_runs_wrote(sweep, tmp_path):
     assert "href=" not in page
     assert page.count("<svg") == 4  # reward, evaluation, length, throughput
     assert page.count('class="band"') >= 3
+
+
+def test_a_report_with_another_run(sweep):
+    one, other = sweep / "0.0001_0", sweep / "0.0001_1"
+    alone = write_report(one).read_text()
+    both = write_report(one, other=other).read_text()
+    assert "What differs" not in alone
+    assert both.count("<svg") == alone.count("<svg") + 4
+    for run in (one, other):
+        assert str(run) in both
+    assert "<script" not in both
 
 
 def test_the_command(sweep, tmp_path, capsys, monkeypatch):

@@ -86,15 +86,18 @@ def test_a_long_completion_keeps_its_ends(tmp_path: Path) -> None:
     assert len(html) < 40_000
 
 
-def test_samples_of_the_first_a_middle_and_the_last_step(tmp_path: Path) -> None:
-    for step in (1, 4, 5, 6, 9):
+def test_samples_are_of_steps_spread_evenly(tmp_path: Path) -> None:
+    for step in range(1, 26):
         store(tmp_path / f"step_{step:04d}.parquet", groups([0.1 * step, 0.0, 0.05]))
-    assert [step for step, _ in step_cases(tmp_path)] == [1, 5, 9]
-    (tmp_path / "step_0005.parquet").write_bytes(b"PAR1")
-    (tmp_path / "step_0009.parquet").write_bytes(b"PAR1")
-    assert [(step, cases[0].samples[0].completion) for step, cases in step_cases(tmp_path)] == [
-        (1, "completion 0 of reward 0.1"), (6, "completion 0 of reward 0.6000000000000001"),
-    ]  # fmt: skip
+    assert [step for step, _ in step_cases(tmp_path)] == [1, 4, 7, 10, 13, 16, 19, 22, 25]
+    for broken in (4, 25, 24):
+        (tmp_path / f"step_{broken:04d}.parquet").write_bytes(b"PAR1")
+    assert [(step, cases[0].samples[0].completion[:12]) for step, cases in step_cases(tmp_path)] == [
+        (step, "completion 0") for step in (1, 5, 7, 10, 13, 16, 19, 22, 23)
+    ]
+    for file in tmp_path.glob("step_00[01]*"):
+        file.unlink()
+    assert [step for step, _ in step_cases(tmp_path)] == [20, 21, 22, 23]
 
 
 # ---- files that are not as a run writes them ------------------------------------------------------------------------------

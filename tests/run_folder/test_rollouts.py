@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -29,7 +30,8 @@ def group(id: int, completion: str = TEXT) -> Group:
 
 def test_round_trip_keeps_every_fact_and_its_absence(tmp_path: Path) -> None:
     path = tmp_path / "rollouts" / "step_0001.parquet"
-    write_rollouts(path, [group(4), group(5)], ["prompt 4", "prompt 5"], {(4, 0): 1.5}, trained=[(4, 0)])
+    tokens = {(4, 0): {"log_ratios": np.array([-0.125, 1e6]), "entropies": np.array([1.5, 0.25])}}
+    write_rollouts(path, [group(4), group(5)], ["prompt 4", "prompt 5"], {(4, 0): 1.5}, [(4, 0)], tokens)
     rows = read_rollouts(path)
     assert [(row["group_id"], row["index"], row["trained"]) for row in rows] == [
         (4, 0, True),
@@ -40,8 +42,10 @@ def test_round_trip_keeps_every_fact_and_its_absence(tmp_path: Path) -> None:
     assert rows[0] == {
         "task_id": "task-4", "source": "words", "group_id": 4, "index": 0, "seed": 2**63 - 1, "prompt": "prompt 4", "completion": TEXT,
         "answer": TEXT, "token_ids": [7, 8, 9, 2, 11], "prompt_length": 2, "loss_mask": [False, False, True, True, False],
-        "logprobs": [0.0, 0.0, -0.5, -0.25, 0.0], "versions": [(3, 1), (4, 1)], "finish_reason": "stop", "outcome": 0.75,
-        "reward": 0.25, "reward_parts": {"similarity": 0.5, "länge": 0.25, "overlong": -0.5}, "measures": {"exact": 1.0}, "extracted": "a", "advantage": 1.5, "trained": True,
+        "logprobs": [0.0, 0.0, -0.5, -0.25, 0.0], "log_ratios": [0.0, 0.0, -0.125, 65504.0, 0.0],
+        "entropies": [0.0, 0.0, 1.5, 0.25, 0.0], "advantages": None, "versions": [(3, 1), (4, 1)], "finish_reason": "stop", "outcome": 0.75,
+        "reward": 0.25, "reward_parts": {"similarity": 0.5, "länge": 0.25, "overlong": -0.5}, "measures": {"exact": 1.0}, "extracted": "a",
+        "advantage": 1.5, "trained": True,
         "error": None, "fault": None,
     }  # fmt: skip
     assert as_rollout(rows[0]) == group(4).rollouts[0]
@@ -55,6 +59,8 @@ def test_round_trip_keeps_every_fact_and_its_absence(tmp_path: Path) -> None:
             "reward": None,
             "reward_parts": {},
             "advantage": None,
+            "log_ratios": None,
+            "entropies": None,
         }
         == rows[1]
     )
@@ -102,6 +108,8 @@ def test_what_names_no_group_is_refused(tmp_path: Path) -> None:
         write_rollouts(path, [group(0)], ["a"], {(0, 2): 1.0}, [])
     with pytest.raises(ValueError, match=r"\[\(9, 0\)\]"):
         write_rollouts(path, [group(0)], ["a"], {}, [(9, 0)])
+    with pytest.raises(ValueError, match="not in the groups"):
+        write_rollouts(path, [group(0)], ["a"], {}, [], {(9, 0): {}})
     assert list(tmp_path.iterdir()) == []
 
 
