@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hybrid_rl.api import Run, RunError, train
 
+from pathlib import Path
+
 __version__ = "0.1.0"
 __all__ = ["Run", "RunError", "train"]
 
@@ -22,3 +24,8 @@ def __getattr__(name: str) -> Any:
 
         return getattr(api, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+# in a checkout that is not installed, conf/ and recipes/ lie beside the package and not inside it
+if not (Path(__file__).parent / "recipes").exists():
+    __path__.append(str(Path(__file__).parents[1]))

@@ -102,7 +102,9 @@ def run(name: str, given: argparse.Namespace) -> dict[str, Any]:
 
 
 def last_line(log: Path) -> str:
+    """Return the last line, or the last one of a run of hybrid_rl that failed in it."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    lines += [line for line in lines if line.startswith("hybrid_rl: ")][-1:]
     return lines[-1].strip()[:300] if lines else "no output"
 
 

@@ -22,6 +22,7 @@ def main(bench: Bench) -> None:
         "eval.max_tasks=4",
         "rollout.batch_size=16",
         "rollout.group_size=8",
+        "algo.minibatches=1",
     ] * bench.small
     with tempfile.TemporaryDirectory() as temporary:
 

@@ -77,6 +77,8 @@ def test_rows_of_one_token_and_rows_without_a_sampled_one(halved: Policy) -> Non
 
 def test_the_kernel_is_the_one_that_is_named(halved: Policy, monkeypatch) -> None:
     """On a GPU every layer of the three models goes through it, in both layouts."""
+    (row,) = pack(mixed(), "packed", 2048)
+    halved.logprobs(row.to(DEVICE), 1.0)  # kernels are tried at their first use
     calls, call = [], kernels.Kernel.__call__
     monkeypatch.setattr(kernels.Kernel, "__call__", lambda self, *given: calls.append(self.name) or call(self, *given))
     for layout in ("packed", "trees"):
