@@ -12,12 +12,13 @@ from pathlib import Path
 from urllib.parse import quote
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
 from hybrid_rl import view
 from hybrid_rl.report.viewer import Unknown, Viewer
-from hybrid_rl.run_folder.rollouts import write_rollouts
+from hybrid_rl.run_folder.rollouts import TOKENS, write_rollouts
 from hybrid_rl.types import Group, Rollout, Task
 
 EVIL = "<img src=x onerror=document.title='broken'>"
@@ -30,6 +31,7 @@ def rollout(tokenizer, group: int, index: int, text: str) -> Rollout:
     made.add_sampled(ids, [-0.5 * i for i in range(len(ids))], [(group, len(ids))])
     made.completion, made.finish_reason = text, "length" if index == 3 else "stop"
     made.outcome = made.reward = None if (group, index) == (2, 0) else (group + index) / 10
+    made.measures, made.extracted = {"format": 0.5}, f"found {index}"
     made.reward_parts = {} if made.reward is None else {"exact": made.reward, "form": 1.0}
     made.error, made.fault = ("it broke", "ValueError") if made.reward is None else (None, None)
     return made
@@ -150,6 +152,17 @@ def test_a_file_that_is_replaced_is_read_again(run, tokenizer):
         viewer.rows("step_0001")
 
 
+def test_a_file_of_an_earlier_version(run):
+    path = run / "rollouts" / "step_0001.parquet"
+    whole = pq.read_table(path)
+    pq.write_table(whole.drop_columns(["outcome", "fault", "measures", "extracted", *TOKENS]), path)
+    viewer = Viewer(run)
+    found = viewer.rows("step_0001")
+    assert found["rows"][0]["outcome"] is None
+    assert found["tokens"] == ["logprob"]
+    assert viewer.rollouts("step_0001", [0])[0]["extracted"] == ""
+
+
 def test_without_a_tokenizer_there_is_the_text(run):
     shutil.rmtree(run / "base_model")
     (found,) = Viewer(run).rollouts("step_0001", [0])
@@ -203,7 +216,16 @@ def test_a_group_is_shown_side_by_side_and_texts_stay_texts(page):
     assert page.locator("main img").count() == 0
     assert page.title() == "mine: rollouts"
     heading = page.locator("article h2").nth(2).inner_text()
-    for fact in ("reward 0.2", "exact 0.2", "form 1", "advantage 0.5", "finish stop", "version 0"):
+    for fact in (
+        "reward 0.2",
+        "exact 0.2",
+        "form 1",
+        "advantage 0.5",
+        "format 0.5",
+        "extracted found 2",
+        "finish stop",
+        "version 0",
+    ):
         assert fact in " ".join(heading.split())
 
 

@@ -199,7 +199,7 @@ def spread(values: Any, signed: bool = False) -> str:
     """Return "mean ± half the interval" as a text."""
     mean, half = interval(list(values))
     sign = "+" if signed and mean > 0 else ""
-    return sign + shown(mean) + ("" if math.isnan(half) else f" ± {half:.2g}")
+    return sign + shown(mean) + ("" if math.isnan(half) else f" ± {half:,.0f}" if half >= 100 else f" ± {half:.2g}")
 
 
 def _settings(run: Run) -> dict[str, str]:

@@ -173,6 +173,8 @@ function heading(r) {
   fact("reward", short(r.reward), r.reward === null);
   for (const [name, value] of Object.entries(r.reward_parts)) if (name !== "reward") fact(name, short(value));
   if (r.reward !== r.outcome && r.outcome !== null) fact("outcome", short(r.outcome));
+  for (const [name, value] of Object.entries(r.measures)) fact(name, short(value));
+  if (r.extracted) fact("extracted", r.extracted.slice(0, 80));
   if (r.advantage !== null) fact("advantage", short(r.advantage));
   fact("tokens", String(r.length));
   fact("finish", r.finish_reason ?? "unknown", r.finish_reason === "length");

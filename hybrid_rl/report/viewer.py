@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 SEARCHED = ("task_id", "prompt", "completion", "answer", "error")
 FACTS = (
     *("task_id", "source", "group_id", "index", "reward", "outcome", "reward_parts", "advantage", "trained"),
-    *("finish_reason", "fault", "prompt_length"),
+    *("finish_reason", "fault", "prompt_length"),  # None in files of versions that had no such column
 )
 # per sampled token: name for the page → column; those after the first are not in every file
 TOKENS = {"logprob": "logprobs", "log_ratio": "log_ratios", "entropy": "entropies", "advantage": "advantages"}
@@ -65,14 +65,14 @@ class Viewer:
                 hit = pc.match_substring(table[name], query, ignore_case=True)
                 hits |= np.asarray(pc.fill_null(hit, False).to_numpy(), bool)
             found = found[hits]
-        columns = {name: table[name].take(found).to_pylist() for name in FACTS}
+        columns = {name: _column(table, name, found) for name in FACTS}
         lengths = _true(table["loss_mask"])[found]
         rows = [
             {
                 **{name: columns[name][i] for name in FACTS},
                 "task_id": visible(columns["task_id"][i]),
                 "source": visible(columns["source"][i]),
-                "reward_parts": {visible(name): value for name, value in columns["reward_parts"][i]},
+                "reward_parts": {visible(name): value for name, value in columns["reward_parts"][i] or ()},
                 "row": int(row),
                 "length": int(lengths[i]),
             }
@@ -97,8 +97,16 @@ class Viewer:
             if record.get(column) is not None:
                 tokens[name] = [_rounded(value) for value in record[column][start:]]
         versions = [[segment["version"], segment["count"]] for segment in record["versions"]]
-        texts = {name: visible(record[name] or "") for name in ("prompt", "completion", "answer", "error")}
-        return {"row": row, "seed": str(record["seed"]), "versions": versions, "tokens": tokens, **texts}
+        measures = {visible(name): value for name, value in record.get("measures") or ()}
+        texts = {name: visible(record.get(name) or "") for name in (*SEARCHED[1:], "extracted")}
+        return {
+            "row": row,
+            "seed": str(record["seed"]),
+            "versions": versions,
+            "tokens": tokens,
+            "measures": measures,
+            **texts,
+        }
 
     def _pieces(self, ids: Sequence[int]) -> list[str] | None:
         """Return the text of each token, "" for one that only begins a character; None without a tokenizer.json."""
@@ -135,6 +143,10 @@ def _tokenizer(folder: Path) -> Tokenizer | None:
         if (model / "tokenizer.json").is_file():
             return Tokenizer.from_file(str(model / "tokenizer.json"))
     return None
+
+
+def _column(table: pa.Table, name: str, rows: np.ndarray) -> list[Any]:
+    return table[name].take(rows).to_pylist() if name in table.column_names else [None] * len(rows)
 
 
 def _measured(table: pa.Table, column: str) -> bool:

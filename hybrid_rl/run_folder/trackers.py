@@ -100,7 +100,8 @@ class Tracker:
     def _work(self, config: Config, facts: Mapping[str, Any], started: Future[None]) -> None:
         """Everything that touches the library, in one thread: MLflow's active run belongs to a thread."""
         try:
-            library, name = _make(config, self._folder, self._saved.get("id"))
+            stored = {**settings(config), **_flat(facts)}
+            library, name = _make(config, self._folder, self._saved.get("id"), stored)
             library.main_process_only = False
             library.start()
             if self.kind == TrackerKind.wandb:  # its axes: steps of each stage, not lines
@@ -108,7 +109,7 @@ class Tracker:
                     library.tracker.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
             name = name or library.tracker.info.run_id
             if not self._saved:
-                library.store_init_configuration({**settings(config), **_flat(facts)})
+                library.store_init_configuration(stored)
             self._saved = {"kind": self.kind.value, "id": name, "lines": self._saved.get("lines", 0)}
             write_json(self._folder / FILE, self._saved)
         except BaseException as error:  # some libraries exit
@@ -161,8 +162,11 @@ def _flat(node: object, between: str = ".", prefix: str = "") -> dict[str, Any]:
     return {prefix[: -len(between)]: str(node) if isinstance(node, list) else node}
 
 
-def _make(config: Config, folder: Path, known: str | None) -> tuple[Any, str | None]:
-    """Return Accelerate's tracker, not yet started, and the name of its run; MLflow gives its own."""
+def _make(config: Config, folder: Path, known: str | None, stored: dict[str, Any]) -> tuple[Any, str | None]:
+    """Return Accelerate's tracker, not yet started, and the name of its run; MLflow gives its own.
+
+    trackio takes what is `stored` with the run here, and forgets it if a resumed run does not repeat it.
+    """
     with _one_process():
         from accelerate import tracking
         from accelerate.state import PartialState
@@ -180,7 +184,9 @@ def _make(config: Config, folder: Path, known: str | None) -> tuple[Any, str | N
         return tracking.WandBTracker(t.project, **{**begin, **mode, **arguments}), name
     if t.kind == TrackerKind.trackio:
         name = known or title
-        return tracking.TrackioTracker(t.project, **{"name": name, "resume": "allow", **arguments}), name
+        return tracking.TrackioTracker(
+            t.project, **{"name": name, "resume": "allow", "config": stored, **arguments}
+        ), name
     import mlflow
 
     logging.getLogger("mlflow").setLevel(logging.WARNING)

@@ -233,7 +233,7 @@ def test_the_command_reports_in_one_line_and_exits_with_2(tmp_path):
         ([REVERSE, "hydra.run.dir={file}/in"], "hydra.run.dir={file}/in: {file} is a file; choose another folder"),
         ([REVERSE, "output_dir=/proc/x"], "output_dir=/proc/x: cannot be written to: No such file or directory; choose another folder"),
         ([REVERSE, "-m", "hydra.sweep.dir=/proc/x", "seed=0,1"], "hydra.sweep.dir=/proc/x: cannot be written to: No such file or directory; choose another folder"),
-        ([REVERSE, "-m", "hydra/launcher=nowhere", "seed=0,1"], "hydra/launcher=nowhere (command line): there is no such launcher; install its plugin, perhaps hydra-nowhere-launcher"),
+        ([REVERSE, "-m", "hydra/launcher=nowhere", "seed=0,1"], "hydra/launcher=nowhere (command line): there is no such launcher; install its plugin, perhaps hydra-nowhere-launcher (pip install -e '.[sweeps]' has joblib, submitit and optuna)"),
         ([REVERSE, "hydra.run.dir=null"], "hydra.run.dir=null (command line): must not be null"),
         ([REVERSE, "hydra.jog.chdir=true"], "hydra.jog.chdir (command line): Hydra has no such key"),
         ([REVERSE, "hydra=3"], "Config group override must be a string or a list. Got int"),

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import sqlite3
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -106,6 +110,32 @@ def test_wandb_offline_goes_on_under_the_same_id(tmp_path):
     content = b"".join(file.read_bytes() for file in files)
     for text in (b"rl/parts/exact", b"git.commit", b"reverse/", b"one"):
         assert text in content
+
+
+@pytest.mark.slow
+def test_trackio_goes_on_under_the_same_name(tmp_path, monkeypatch):
+    """It reads where its files lie when it is imported, so this runs in a process of its own."""
+    if importlib.util.find_spec("trackio") is None:
+        pytest.skip("trackio is not installed")
+    program = f"""
+from pathlib import Path
+from tests.run_folder.test_trackers import STEP, config, track
+folder = Path({str(tmp_path)!r})
+assert track(config(folder, "trackio"), folder, [STEP]) == []
+assert track(config(folder, "trackio"), folder, [{{**STEP, "step": 4}}], resumed=True) == []
+"""
+    environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "there"), "HF_HUB_OFFLINE": "1"}
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", program], cwd=root, env=environment, check=True, timeout=120)
+    with sqlite3.connect(tmp_path / "there" / "hybrid_rl.db") as base:
+        rows = base.execute("select run_name, step, metrics from metrics order by step").fetchall()
+        ((stored,),) = base.execute("select config from configs").fetchall()
+    assert [(name, step) for name, step, _ in rows] == [
+        (f"reverse/{tmp_path.name}", 1),
+        (f"reverse/{tmp_path.name}", 2),
+    ]
+    assert [json.loads(metrics)["rl/step"] for *_, metrics in rows] == [3, 4]
+    assert {"seed": 7, "git.commit": "0123"}.items() <= json.loads(stored).items()
 
 
 class Failing:
