@@ -44,7 +44,7 @@ class Metrics:
             self._file.write(json.dumps({"stage": stage, **plain(values)}, ensure_ascii=False) + "\n")
             self._file.flush()
         if self.tracker:
-            self.tracker.log(stage, values, self.lines)
+            self.tracker.log(stage, values)
 
     def sync(self) -> None:
         """Sync what was written to disk."""

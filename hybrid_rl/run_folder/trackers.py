@@ -1,8 +1,8 @@
 """Send what metrics.jsonl gets to an experiment tracker too: TensorBoard, W&B, MLflow or trackio, through Accelerate.
 
 A thread of its own talks to the tracker, so that no step waits for a network, and a tracker that fails never ends a
-run. tracker.json in the run's folder names the tracker's run and counts the lines it has, so that a resumed run goes on
-in it. Only rank 0 tracks. This module imports neither accelerate nor torch before a tracker is opened.
+run. tracker.json in the run's folder names the tracker's run and says what it has, so that a resumed run goes on in it
+and sends nothing twice. Only rank 0 tracks. This module imports neither accelerate nor torch before a tracker is opened.
 """
 
 from __future__ import annotations
@@ -29,10 +29,8 @@ from hybrid_rl.run_folder.files import Unreadable, plain, read_json, write_json
 FILE = "tracker.json"
 START = 120.0  # seconds within which a tracker must have begun
 CLOSE = 60.0  # seconds within which it must have taken what is left, when the run ends
-LINES = (
-    TrackerKind.wandb,
-    TrackerKind.trackio,
-)  # they take ascending steps only: the number of the line in metrics.jsonl
+# they take one ascending step for everything: the number of the record
+COUNTED = (TrackerKind.wandb, TrackerKind.trackio)
 
 
 def missing(kind: TrackerKind) -> str:
@@ -64,7 +62,8 @@ class Tracker:
         self.kind, self._folder, self._say = config.tracker.kind, folder, say
         self._saved = self._read() if resumed else {}
         self._failed, self._closed = False, False
-        self._left: SimpleQueue[tuple[dict[str, float], int, int] | bool] = SimpleQueue()
+        self._had: dict[str, int] = dict(self._saved.get("sent", {}))
+        self._left: SimpleQueue[tuple[dict[str, float], int, str] | bool] = SimpleQueue()
         started: Future[None] = Future()
         self._thread = threading.Thread(target=self._work, args=(config, facts, started), daemon=True, name="tracker")
         self._thread.start()
@@ -75,10 +74,11 @@ class Tracker:
             self.begun = False
             self._report("did not begin", error)
 
-    def log(self, stage: str, values: Mapping[str, Any], line: int) -> None:
-        """Hand over one line of metrics.jsonl, unless the tracker's run has it already; returns at once."""
-        if line > self._saved.get("lines", 0):
-            self._left.put((numbers(stage, values), values["step"], line))
+    def log(self, stage: str, values: Mapping[str, Any]) -> None:
+        """Hand over one line of metrics.jsonl, unless the tracker's run had it before a resume; returns at once."""
+        kind = f"{stage}_{values['name']}" if "name" in values else stage
+        if values["step"] > self._had.get(kind, -1):
+            self._left.put((numbers(stage, values), values["step"], kind))
 
     def close(self, finished: bool) -> None:
         """Wait until the tracker has what is left, at most CLOSE seconds, and mark its run finished or failed."""
@@ -95,7 +95,8 @@ class Tracker:
             saved = read_json(self._folder / FILE)
         except Unreadable:
             return {}
-        return saved if saved.get("kind") == self.kind.value and isinstance(saved.get("lines"), int) else {}
+        usable = isinstance(saved.get("sent"), dict) and isinstance(saved.get("count"), int)
+        return saved if saved.get("kind") == self.kind.value and usable else {}
 
     def _work(self, config: Config, facts: Mapping[str, Any], started: Future[None]) -> None:
         """Everything that touches the library, in one thread: MLflow's active run belongs to a thread."""
@@ -110,17 +111,18 @@ class Tracker:
             name = name or library.tracker.info.run_id
             if not self._saved:
                 library.store_init_configuration(stored)
-            self._saved = {"kind": self.kind.value, "id": name, "lines": self._saved.get("lines", 0)}
+            self._saved = {"kind": self.kind.value, "id": name, "count": 0, "sent": {}, **self._saved}
             write_json(self._folder / FILE, self._saved)
         except BaseException as error:  # some libraries exit
             started.set_exception(error if isinstance(error, Exception) else RuntimeError(str(error)))
             return
         started.set_result(None)
         while not isinstance(record := self._left.get(), bool):
-            values, step, line = record
+            values, step, kind = record
             try:
-                library.log(values, step=line if self.kind in LINES else step)
-                self._saved["lines"] = line
+                library.log(values, step=self._saved["count"] + 1 if self.kind in COUNTED else step)
+                self._saved["count"] += 1
+                self._saved["sent"][kind] = step  # the last step of each stage and evaluation
                 write_json(self._folder / FILE, self._saved)
             except Exception as error:
                 self._report("did not take a step", error)

@@ -72,6 +72,23 @@ def test_tensorboard_gets_every_line_and_a_resumed_run_none_twice(tmp_path):
         assert line in stored.read_text().splitlines()
 
 
+def test_more_steps_of_a_finished_run_are_all_sent(tmp_path):
+    """The evaluation after the last step gives way to further steps: lines of metrics.jsonl do not say what was sent."""
+    pytest.importorskip("tensorboard")
+    given, said = config(tmp_path, "tensorboard"), []
+    for resumed, steps in ((False, [3]), (True, [4, 5])):
+        metrics = Metrics(tmp_path / "metrics.jsonl", 1 if resumed else 0)
+        metrics.tracker = open_tracker(given, tmp_path, FACTS, resumed, said.append)
+        for step in steps:
+            metrics.write("rl", **{**STEP, "step": step})
+        metrics.write("eval", name="rl", step=steps[-1], reward=0.1 * steps[-1])
+        metrics.close(finished=True)
+    found = scalars(tmp_path / "tensorboard")
+    assert said == []
+    assert [step for step, _ in found["rl/reward"]] == [3, 4, 5]
+    assert [step for step, _ in found["eval/reward"]] == [3, 5]
+
+
 @pytest.mark.slow
 def test_mlflow_goes_on_in_the_same_run(tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
