@@ -44,8 +44,7 @@ def test_round_trip_keeps_every_fact_and_its_absence(tmp_path: Path) -> None:
         "answer": TEXT, "token_ids": [7, 8, 9, 2, 11], "prompt_length": 2, "loss_mask": [False, False, True, True, False],
         "logprobs": [0.0, 0.0, -0.5, -0.25, 0.0], "log_ratios": [0.0, 0.0, -0.125, 65504.0, 0.0],
         "entropies": [0.0, 0.0, 1.5, 0.25, 0.0], "advantages": None, "versions": [(3, 1), (4, 1)], "finish_reason": "stop", "outcome": 0.75,
-        "reward": 0.25, "reward_parts": {"similarity": 0.5, "länge": 0.25, "overlong": -0.5}, "measures": {"exact": 1.0}, "extracted": "a",
-        "advantage": 1.5, "trained": True,
+        "reward": 0.25, "reward_parts": {"similarity": 0.5, "länge": 0.25, "overlong": -0.5}, "measures": {"exact": 1.0}, "extracted": "a", "advantage": 1.5, "trained": True,
         "error": None, "fault": None,
     }  # fmt: skip
     assert as_rollout(rows[0]) == group(4).rollouts[0]
