@@ -25,7 +25,7 @@ class Skewed(datetime.datetime):
         return super().now(tz) + datetime.timedelta(hours=int(os.environ.get("RANK", "0")))
 
 
-def run(config, folder: Path, ranks) -> int:
+def run(config, folder: Path, ranks, command: str) -> int:
     from torch import distributed
 
     group = distributed.is_initialized()

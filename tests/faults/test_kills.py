@@ -8,7 +8,7 @@ import pytest
 
 from tests.faults.runs import Run, assert_same, draw, finished, left_of, run
 
-TRIALS, TRIALS_OF_TWO = 30, 5
+TRIALS, TRIALS_OF_TWO = 12, 4
 SEED = int(os.environ.get("HYBRID_RL_FAULT_SEED", "0"))
 
 

@@ -51,6 +51,12 @@ class _Run:
         self.open = dict(enumerate(requests))  # by position
         self.finished: list[Completion] = []
         self.aborted: list[Completion] = []
+        self.ended = False  # by an abort
+
+    @property
+    def running(self) -> bool:
+        """Whether completions are still to come, however far SGLang's own process is."""
+        return bool(self.open or (self.finished and not self.ended))
 
 
 class SGLangEngine:
@@ -183,6 +189,7 @@ class SGLangEngine:
 
     def abort(self) -> list[Completion]:
         run = self._run
+        run.ended = True
         if run.open:
             self._ask("abort", run.number)
             while self._next(run):
@@ -249,7 +256,7 @@ class SGLangEngine:
             )
 
     def _idle(self, what: str) -> None:
-        if self._run.open:
+        if self._run.running:
             raise EngineError(f"{what} while requests are running; exhaust generate() or abort() first")
 
     # ---- memory -----------------------------------------------------------------------------------------------------
