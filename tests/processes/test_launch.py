@@ -366,7 +366,9 @@ def test_a_signal_ends_a_sweep_with_its_job(start, tmp_path):
     process = start("works", [sys.executable, *RUN, "-m", "seed=1,2"])
     processes = at_work(process, tmp_path, ranks=1)
     os.killpg(process.pid, signal.SIGINT)
-    assert end(process, code=130) == HEARD.format("SIGINT", 600) + "saved\n"
+    output, _, rest = end(process, code=130).partition("\nsweep:   0 of 2 jobs reached their end, not 0, 1\n")
+    assert output == HEARD.format("SIGINT", 600) + "saved\n"
+    assert rest.startswith("compare: "), "the folder is named"
     assert_gone(processes)
     assert len(facts(tmp_path)) == 1
 
@@ -419,7 +421,7 @@ def test_one_rank_for_each_gpu(monkeypatch, tmp_path, overrides, gpus, ranks):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["run", "+recipe=reverse", *overrides])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr("hybrid_rl.stages.run", lambda config, folder, here: here.world)
+    monkeypatch.setattr("hybrid_rl.stages.run", lambda config, folder, here, command: here.world)
     monkeypatch.setattr("hybrid_rl.run.launch", lambda count, *more: count)
     monkeypatch.setattr("hybrid_rl.processes.hangs.alone", lambda *how: None)
     GlobalHydra.instance().clear()
