@@ -29,7 +29,6 @@ import traceback
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -153,28 +152,22 @@ class _Host:
         self.engine.save(folder)
 
 
-def _end_with(parent: int, leaves: list[str]) -> None:
+def _end_with(parent: int, ready: threading.Event) -> None:
     """Wait until the process that started this one has ended, allow an orderly end, then kill everything."""
     while os.getppid() == parent:
         time.sleep(0.5)
-    deadline = time.monotonic() + (ORPHAN_SECONDS if leaves else 0)  # no wait while the engine still starts
+    deadline = time.monotonic() + (ORPHAN_SECONDS if ready.is_set() else 0)  # no wait while the engine still starts
     while time.monotonic() < deadline:
         time.sleep(0.5)
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
             child.kill()
-    _remove(leaves)
     os._exit(1)
 
 
-def _remove(paths: list[str]) -> None:
-    for path in paths:
-        Path(path).unlink(missing_ok=True)
-
-
 def main() -> None:
-    connection, leaves = Connection(int(sys.argv[1])), list[str]()
-    threading.Thread(target=_end_with, args=(os.getppid(), leaves), daemon=True).start()
+    connection, ready = Connection(int(sys.argv[1])), threading.Event()
+    threading.Thread(target=_end_with, args=(os.getppid(), ready), daemon=True).start()
     try:
         key, arguments = connection.recv()
     except (EOFError, OSError):
@@ -186,11 +179,10 @@ def main() -> None:
         traceback.print_exc()  # to the log
         connection.send(("failed", f"{type(error).__name__}: {error}"))
         return
-    leaves += engine.leaves
-    connection.send(("ready", {"input": engine.input_limit, "tokens": engine.cache_tokens, "leaves": leaves}))
+    ready.set()
+    connection.send(("ready", {"input": engine.input_limit, "tokens": engine.cache_tokens}))
     engine.loop.run_until_complete(_Host(engine, connection).serve())
     engine.shutdown()
-    _remove(leaves)
 
 
 if __name__ == "__main__":

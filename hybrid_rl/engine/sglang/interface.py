@@ -15,9 +15,11 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import psutil
 from packaging.version import InvalidVersion, Version
 
 if TYPE_CHECKING:
@@ -234,9 +236,19 @@ class RunningEngine:
         info = self._engine._scheduler_init_result.scheduler_infos[0]
         self.input_limit: int = info["max_req_input_len"]
         self.cache_tokens: int = info["max_total_num_tokens"]
+        self._unlink_shared_files()
+
+    def _unlink_shared_files(self) -> None:
+        """Remove the names of SGLang's files in shared memory: its processes keep what they have mapped.
+
+        SGLang removes none of them if a process is killed: 25 MB a death with several devices.
+        """
         shm_path_for = importlib.import_module("sglang.srt.managers.load_snapshot").shm_path_for
-        # files in shared memory that SGLang does not remove
-        self.leaves: list[str] = [shm_path_for(self._engine.port_args.instance_id)]
+        paths = [Path(shm_path_for(self._engine.port_args.instance_id))]
+        for process in psutil.Process().children(recursive=True):
+            paths += Path("/dev/shm").glob(f"sgl_shm_*_{process.pid}_*")
+        for path in paths:
+            path.unlink(missing_ok=True)
 
     @property
     def heard(self) -> float:

@@ -45,14 +45,11 @@ class HostProcess:
         self._begin = self._log.seek(0, os.SEEK_END)  # an earlier process may have written before
         self._process, self.connection = _start(dict(arguments), self._log.fileno(), max(timeout, 1.0))
         self._family: list[psutil.Process] = []
-        self._leaves: list[str] = []  # files that SGLang does not remove
-        # also at exit
-        self._end = weakref.finalize(self, _end, self._process, self.connection, self._family, self._leaves)
+        self._end = weakref.finalize(self, _end, self._process, self.connection, self._family)  # also at exit
         kind, self.facts = self._first(start_timeout)
         if kind != "ready":
             self.close()
             raise self._noted(EngineError(f"{self._failed} {self.facts.splitlines()[0]}{self._place}"))
-        self._leaves += self.facts["leaves"]
         self._family += psutil.Process(self._process.pid).children(recursive=True)
 
     @property
@@ -212,12 +209,8 @@ def _kill(process: subprocess.Popen[bytes], family: Iterable[psutil.Process]) ->
     psutil.wait_procs(found, timeout=10)
 
 
-def _end(
-    process: subprocess.Popen[bytes], connection: Connection, family: list[psutil.Process], leaves: list[str]
-) -> None:
+def _end(process: subprocess.Popen[bytes], connection: Connection, family: list[psutil.Process]) -> None:
     connection.close()  # the process then ends by itself
     with suppress(subprocess.TimeoutExpired):
         process.wait(30)
     _kill(process, family)
-    for path in leaves:
-        Path(path).unlink(missing_ok=True)
