@@ -14,7 +14,7 @@ from hybrid_rl.types import Task
 def rows(tasks: dict[str, dict[str, Any]], count: int, seed: int) -> list[dict[str, Any]]:
     """Return `count` tasks of each data set in `tasks`, a mapping of its name to its arguments.
 
-    Another seed gives other tasks. Raises DataError for a name or argument that reasoning-gym does not know.
+    reasoning-gym draws the task at place i from `seed` + i: seeds less than `count` apart share tasks. Raises DataError for a name or argument that reasoning-gym does not know.
     """
     found = []
     for name, arguments in tasks.items():
