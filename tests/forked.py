@@ -20,9 +20,9 @@ from typing import NoReturn
 import psutil
 import torch
 
-context = multiprocessing.get_context("forkserver")
+context = multiprocessing.get_context("forkserver")  # a test process has one server, whoever asks first
 context.set_forkserver_preload(
-    ["torch", "torch.distributed.fsdp", "transformers", "tests.conftest", "hybrid_rl.run", "hybrid_rl.stages"]
+    ["torch", "torch.distributed.fsdp", "transformers", "peft", "tests.ranks", "hybrid_rl.run", "hybrid_rl.stages"]
 )
 
 
