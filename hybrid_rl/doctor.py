@@ -193,7 +193,7 @@ NVIDIA = Path("/proc/driver/nvidia/version")
 
 
 def _driver() -> str | None:
-    """Return the version of NVIDIA's driver, or None where there is none to read."""
+    """Return the version of NVIDIA's driver, or None if there is none to read."""
     words = NVIDIA.read_text().split() if NVIDIA.is_file() else []
     return next((word for word in words if word.count(".") >= 1 and word.replace(".", "").isdecimal()), None)
 

@@ -69,7 +69,7 @@ class Checkpoint:
     def restore_role(self, name: str, model: Policy, optimizer: Optimizer) -> None:
         """Bring back a model that was trained beside the policy, and its moments. After restore_policy, which checks their files too.
 
-        Raises CheckpointError where the run that was saved had none.
+        Raises CheckpointError if the run that was saved had none.
         """
         if _moments(name) not in self.state:
             raise CheckpointError(
@@ -223,7 +223,7 @@ def begin(
     def write() -> None:
         try:
             written.set_result(_write(_temporary(final), number, copies, text if ranks.main else None))
-        except Exception as error:  # raised again where the checkpoint is published
+        except Exception as error:  # raised again when the checkpoint is published
             written.set_exception(error)
 
     threading.Thread(target=write, name=f"checkpoint {final.name}", daemon=True).start()
@@ -348,7 +348,7 @@ def _copies(tensors: Mapping[str, Tensor], ranks: Ranks) -> Shards:
 
 
 def _write(folder: Path, number: str, parts: dict[str, Shards], state: str | None) -> dict[str, list[int]]:
-    """Write a rank's files, where there is something to write, and state.json; returns what COMPLETE says of them. No collective here."""
+    """Write a rank's files, if there is something to write, and state.json; returns what COMPLETE says of them. No collective here."""
     written: dict[str, list[int]] = {}
     for part, shards in parts.items():
         if shards:

@@ -36,7 +36,7 @@ def passes_tests(
 
     The last closed ```python block is the program. A test may take `time_limit` seconds of CPU (twice that by the clock) and all of them
     `total_seconds`, which must be below rollout.reward_timeout; tests that no time is left for are failed. partial=False: all or nothing.
-    Raises ValueError for an answer that holds no tests, SandboxError where this machine has no sandbox.
+    Raises ValueError for an answer that holds no tests, SandboxError if this machine has no sandbox.
     """
     if not 0 <= format_weight <= 1:
         raise ValueError(f"format_weight must be between 0 and 1, not {format_weight}")
