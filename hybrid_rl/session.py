@@ -1,4 +1,7 @@
-"""Hold what the stages of one run share, and build it. Every rank has a session; only rank 0 writes files and prints."""
+"""Hold what the stages of one run share, and build it.
+
+Every rank has a session; only rank 0 writes files and prints.
+"""
 
 from __future__ import annotations
 
