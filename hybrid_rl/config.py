@@ -372,6 +372,16 @@ class TrackerConfig:
 
 
 @dataclass
+class SweepConfig:
+    """How the jobs of a sweep (-m) are ended early."""
+
+    # end a job when its best evaluation between steps so far (rl.eval_every) is below the median of the other jobs' at
+    # the same step; it is saved, and resume=<its folder> goes on with it
+    prune: bool = False
+    prune_after: int = bounded(4, least=1)  # other jobs that must have been evaluated at that step
+
+
+@dataclass
 class Config:
     """All settings of a run."""
 
@@ -410,6 +420,7 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
 
 
 def only_evaluates(config: Config) -> bool:

@@ -33,6 +33,7 @@ MAY_CHANGE = (
     "checkpoint.",
     "export.",
     "tracker.",
+    "sweep.",
     "ranks:",
     "rank_timeout:",
     "rollout.max_reward_failures:",
