@@ -104,6 +104,8 @@ def value_problems(c: DictConfig) -> Iterator[tuple[str, str]]:
             "rl.keep_best",
             "compares evaluations, and rl.eval_every=0 means there are none between steps; set rl.eval_every",
         )
+    if c.sweep.prune and not c.rl.eval_every:
+        yield "sweep.prune", "compares evaluations between steps, and rl.eval_every=0 means none; set rl.eval_every"
     if c.model.path is not None:
         folder = Path(c.model.path)
         if not c.model.path or not (folder / "config.json").is_file():

@@ -35,6 +35,7 @@ MAY_CHANGE = (
     "checkpoint.",
     "export.",
     "tracker.",
+    "sweep.",
     "ranks:",
     "rank_timeout:",
     "rollout.max_reward_failures:",
