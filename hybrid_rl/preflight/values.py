@@ -109,11 +109,10 @@ def value_problems(c: DictConfig) -> Iterator[tuple[str, str]]:
     if c.model.path is not None:
         folder = Path(c.model.path)
         if not c.model.path or not (folder / "config.json").is_file():
-            yield (
-                "model.path",
-                "is not a Hugging Face model folder on this disk (one with a config.json); "
-                "set model.path=/path/to/the/folder",
-            )
+            todo = "set model.path=/path/to/the/folder"
+            if folder.parts[-2:] == ("hybrid_rl", "SmolLM2-135M-Instruct"):  # of preset=smollm2
+                todo = "python -m hybrid_rl.smollm2 makes it, once"
+            yield "model.path", f"is not a Hugging Face model folder on this disk (one with a config.json); {todo}"
         elif not any(folder.glob("*.safetensors")):
             yield "model.path", "has no *.safetensors file; convert its weights, which are read in that format only"
     for key in ("data", "reward"):
