@@ -13,9 +13,8 @@ from typing import Any
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
+from hybrid_rl.config import loader
 from hybrid_rl.types import Task
-
-ARGUMENTS = "template_arguments"
 
 
 class DataError(ValueError):
@@ -85,15 +84,10 @@ def surrogates(text: str) -> bool:
     return False
 
 
-def template_arguments(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the variables of the chat template that the `data` section sets; all its other keys are its function's."""
-    return dict(config.get(ARGUMENTS) or {})
-
-
 def load_task_sets(config: dict[str, Any], *, rl_tasks: int, sft_tasks: int) -> TaskSets:
     """Call the recipe's loader. Raises DataError where it fails, and for a set smaller than what one step draws from it (0: set unused)."""
     try:
-        sets = instantiate({key: value for key, value in config.items() if key != ARGUMENTS}, _convert_="all")
+        sets = instantiate(loader(config), _convert_="all")
     except InstantiationException as error:
         cause = error.__cause__ or error
         raise (

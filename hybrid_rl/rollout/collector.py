@@ -10,8 +10,8 @@ import numpy as np
 
 from hybrid_rl.algo.declared import needs
 from hybrid_rl.algo.overlong import penalty
-from hybrid_rl.config import Config
-from hybrid_rl.data.sampler import Sampler
+from hybrid_rl.config import Config, data_config
+from hybrid_rl.data.draws import make_draws
 from hybrid_rl.engine.base import Sampling
 from hybrid_rl.rollout.generate import Generator, fault_metrics, first_faults, reward_faults
 from hybrid_rl.rollout.rewards import RewardError
@@ -57,7 +57,7 @@ class Collector:
         self.generator, self.tasks, self.config, self.algo = generator, tasks, rollout, config.algo
         self.seed = config.seed
         self.greedy = "greedy" in needs(config.algo.advantage)  # each task also gets its most likely completion
-        self.sampler = Sampler(len(tasks), data_seed)
+        self.draws = make_draws(tasks, data_config(config.data).weights, data_seed)
         self.next_group = 0
         self.sampling = Sampling(rollout.temperature, rollout.top_k, rollout.top_p, rollout.max_tokens)
 
@@ -73,7 +73,7 @@ class Collector:
             if len(batch.groups) == wanted:
                 break
             batch.replacement_rounds = round
-            groups = [self._new_group(self.tasks[i]) for i in self.sampler.draw(wanted - len(batch.groups))]
+            groups = [self._new_group(self.tasks[i]) for i in self.draws.draw(wanted - len(batch.groups))]
             if round:
                 advance(0, more=len(groups) * self.config.group_size)
             self._fill(groups, self.sampling, advance)
@@ -141,10 +141,10 @@ class Collector:
             ) from None
 
     def state(self) -> dict[str, object]:
-        return {"sampler": self.sampler.state(), "next_group": self.next_group}
+        return {"sampler": self.draws.state(), "next_group": self.next_group}
 
     def restore(self, state: dict) -> None:
-        self.sampler.restore(state["sampler"])
+        self.draws.restore(state["sampler"])
         self.next_group = state["next_group"]
 
     def _new_group(self, task: Task) -> Group:
