@@ -292,6 +292,8 @@ class DataConfig:
     template_arguments: dict[str, Any] = field(default_factory=dict)
     # share of the RL draws by source, in any unit, like {maths: 3, code: 1}; {}: all tasks are one pool
     weights: dict[str, float] = field(default_factory=dict)
+    # _target_: an order of RL's tasks, see hybrid_rl/data/curriculum.py; {}: each task once an epoch
+    curriculum: dict[str, Any] = field(default_factory=dict)
 
 
 def data_config(data: Mapping[Any, Any]) -> DataConfig:

@@ -24,5 +24,6 @@ def prepare(config: Config, sets: TaskSets, tokenizer: PreTrainedTokenizerBase, 
         sft=bool(config.sft.steps),
     )
     if config.rl.steps:
-        make_draws(sets.rl, data_config(config.data).weights, seed=0)
+        groups = config.rollout.batch_size // config.rollout.group_size
+        make_draws(sets.rl, data_config(config.data), seed=0, at_least=groups)
     return checked

@@ -93,7 +93,7 @@ def load_task_sets(config: dict[str, Any], *, rl_tasks: int, sft_tasks: int) -> 
         raise (
             cause
             if isinstance(cause, DataError)
-            else DataError(f"data._target_={config['_target_']} failed: {_told(cause)}")
+            else DataError(f"data._target_={config['_target_']} failed: {told(cause)}")
         ) from error
     if not isinstance(sets, TaskSets):
         raise DataError(
@@ -113,7 +113,7 @@ def load_task_sets(config: dict[str, Any], *, rl_tasks: int, sft_tasks: int) -> 
     return sets
 
 
-def _told(error: BaseException) -> str:
+def told(error: BaseException) -> str:
     """A loader's own error in one line, with the place in the code that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = str(error).strip().splitlines() or [""]

@@ -88,7 +88,7 @@ PACKAGE = Path(__file__).parents[1]
 CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"
 PARTS = ("algo.advantage", "algo.loss", "algo.aggregation")
 # keys of data that hold names of the user's own
-OWN_NAMES = ("data.template_arguments", "data.weights")
+OWN_NAMES = ("data.template_arguments", "data.weights", "data.curriculum")
 # sections whose keys are the arguments of functions
 OPEN = ("data", "reward", *PARTS, "algo.correction", "algo.selection", "engine.arguments", "tracker.arguments")
 

@@ -32,6 +32,7 @@ from hybrid_rl.run_folder import trackers
 # positional arguments that hybrid_rl passes to the function that a setting names; its own settings follow as keywords
 CALLED_WITH = {
     "data": (),
+    "data.curriculum": ("tasks", "seed", "at_least"),
     "reward": ("completion", "task"),
     "algo.loss": ("tokens",),
     "algo.aggregation": ("kept", "rollout", "max_tokens"),
@@ -151,7 +152,11 @@ def _part_problems(key: str, c: DictConfig) -> Iterator[tuple[str, str]]:
 
 def _data_problems(node: dict[Any, Any]) -> Iterator[tuple[str, str]]:
     """Yield problems of the keys of `data` that are not its function's."""
-    for name, example in (("template_arguments", "{enable_thinking: false}"), ("weights", "{maths: 3, code: 1}")):
+    for name, example in (
+        ("template_arguments", "{enable_thinking: false}"),
+        ("weights", "{maths: 3, code: 1}"),
+        ("curriculum", "{_target_: hybrid_rl.data.curriculum.pass_rate}"),
+    ):
         if not isinstance(node.get(name), dict | None):
             yield f"data.{name}", f"must be a mapping, like {example}"
             return
@@ -162,6 +167,8 @@ def _data_problems(node: dict[Any, Any]) -> Iterator[tuple[str, str]]:
         return
     if not all(0 < weight < math.inf for weight in data.weights.values()):
         yield "data.weights", "must be numbers above 0; a source that is not to be drawn is left out of data.rl"
+    if data.curriculum and (problem := target_problem(data.curriculum, CALLED_WITH["data.curriculum"])):
+        yield f"data.curriculum.{problem[0]}", problem[1]
 
 
 def _inner_targets(node: Any, place: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -44,6 +44,7 @@ def rollout_metrics(batch: Batch) -> dict[str, Any]:
         **({"measures": measures} if measures else {}),
         **({"sources": sources} if len(sources) > 1 else {}),
         **({"groups_drawn": drawn, "groups_kept": _by_source(batch.groups)} if len(drawn) > 1 else {}),
+        **({"curriculum": batch.curriculum} if batch.curriculum else {}),
         "length": statistics.fmean(r.sampled for r in rollouts),
         "length_max": max(r.sampled for r in rollouts),
         "truncated": statistics.fmean(r.finish_reason == "length" for r in rollouts),

@@ -61,6 +61,8 @@ BAD = [
     ([REVERSE, "data.weights={maths: 0}"], "data.weights={maths: 0} (command line): there is no such key; to add it, write +data.weights"),
     ([REVERSE, "+data.weights={maths: 0}"], "data.weights={'maths': 0} (command line): must be numbers above 0; a source"),
     ([REVERSE, "+data.weights={maths: much}"], "data.weights={'maths': 'much'} (command line): Value 'much' of type 'str' could not be converted to Float"),
+    ([REVERSE, "+data.curriculum._target_=hybrid_rl.data.curriculum.pass_rates"], "data.curriculum._target_=hybrid_rl.data.curriculum.pass_rates (command line): hybrid_rl.data.curriculum defines no 'pass_rates'"),
+    ([REVERSE, "+data.curriculum={_target_: hybrid_rl.data.curriculum.pass_rate, flor: 1}"], "pass_rate takes no such argument; did you mean floor?"),
     ([REVERSE, "data.weights=3"], "data.weights=3 (command line): must be a mapping, like {maths: 3, code: 1}"),
     ([REVERSE, "reward._target_=hybrid_rl.recipes.reverse.similar"], "defines no 'similar'; there are: load_tasks, similarity"),
     ([REVERSE, "reward._target_=no.such.module.f"], "there is no module 'no.such.module' on the Python path"),
