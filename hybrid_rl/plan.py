@@ -11,9 +11,10 @@ import torch
 
 from hybrid_rl.algo.contract import check_parts
 from hybrid_rl.algo.declared import removed_signal
-from hybrid_rl.config import Config
-from hybrid_rl.data import load_task_sets, template_arguments
-from hybrid_rl.data.render import check_prompts, demonstration
+from hybrid_rl.config import Config, data_config
+from hybrid_rl.data import load_task_sets
+from hybrid_rl.data.prepare import prepare
+from hybrid_rl.data.render import demonstration
 from hybrid_rl.data.template import fix_template
 from hybrid_rl.engine.make import ENGINES, choose_engine
 from hybrid_rl.machine import machine
@@ -57,15 +58,8 @@ def print_plan(config: Config, folder: Path, console: Console, ranks: Ranks) -> 
         sizes = measure(config, config.model.path or temporary)
     config = settled(config, sizes.model, device)
     now = read_clock(Path(config.resume)) if (Path(config.resume) / FILE).exists() else datetime.now()
-    fix_template(tokenizer, template_arguments(config.data), now)
-    checked = check_prompts(
-        tasks,
-        tokenizer,
-        sizes.model.get_text_config().vocab_size,
-        max_tokens=r.max_prompt_tokens,
-        row_tokens=config.policy.row_tokens,
-        sft=bool(config.sft.steps),
-    )
+    fix_template(tokenizer, data_config(config.data).template_arguments, now)
+    checked = prepare(config, tasks, tokenizer, sizes.model.get_text_config().vocab_size)
     lengths = check_lengths(config, sizes, checked.longest)
     prompts = [*checked.lengths["rl"], *checked.lengths["eval"]]
     scorer = Scorer(config.reward, 1, r.reward_timeout, r.reward_start_timeout)

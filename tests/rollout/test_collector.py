@@ -1,5 +1,6 @@
 """Groups with the real engine and real reward processes: order, identity, replacement, and repeatability."""
 
+import json
 from collections.abc import Iterator
 
 import pytest
@@ -176,6 +177,32 @@ def test_a_restored_collector_goes_on_with_the_same_groups(policy):
         second = Collector(Generator(engine, policy.tokenizer, scorer), TASKS, Config(rollout=CONFIG), 0)
         second.restore(first.state())
         assert fingerprint(second.collect()) == fingerprint(whole[2])
+    finally:
+        scorer.close()
+
+
+def test_a_mixture_goes_on_with_its_shares_after_a_resume(policy):
+    """Replacements count as draws: two of three draws are of b, whatever is silent, and a restored collector draws the same."""
+    tasks = [
+        Task(f"{s}{i}", ({"role": "user", "content": s * (i + 1)},), str(i), source=s) for s in "ab" for i in range(6)
+    ]
+    curriculum = {"_target_": "hybrid_rl.data.curriculum.pass_rate", "pass_reward": 0.6}
+    config = Config(rollout=CONFIG, data={"weights": {"a": 1, "b": 2}, "curriculum": curriculum})
+    engine = LocalEngine(policy.model, policy.end_ids(), 64, 64)
+    engine.set_version(4)
+    scorer = Scorer({"_target_": "tests.rewards.silent_for_short"}, workers=1, timeout=5)
+    try:
+        generator = Generator(engine, policy.tokenizer, scorer)
+        first, second = (Collector(generator, tasks, config, 7) for _ in range(2))
+        batches = [first.collect(step) for step in (1, 2)]
+        drawn = [group.task.source for batch in batches for group in batch.all_groups]
+        assert sum(batch.silent_groups for batch in batches) > 0
+        assert abs(drawn.count("b") - 2 / 3 * len(drawn)) < 1
+        second.restore(json.loads(json.dumps(first.state())))
+        assert batches[-1].curriculum["not_drawn"] == 12 - len(
+            {group.task.id for batch in batches for group in batch.all_groups}
+        )
+        assert fingerprint(second.collect(3)) == fingerprint(first.collect(3))
     finally:
         scorer.close()
 
