@@ -38,7 +38,7 @@ class SampledTokens:
 
 
 def sampled_tokens(rollouts: Sequence[Rollout], device: Any = "cpu") -> SampledTokens:
-    logprobs = [np.asarray(r.logprobs, np.float32)[np.asarray(r.loss_mask, bool)] for r in rollouts]
+    logprobs = [r.logprobs[r.loss_mask] for r in rollouts]
     index = np.repeat(np.arange(len(rollouts)), [len(own) for own in logprobs])
     return SampledTokens(torch.from_numpy(_joined(logprobs, np.float32)).to(device), torch.from_numpy(index).to(device))
 
@@ -199,7 +199,7 @@ def _cut(trees: list[_Unit], rollouts: Sequence[Rollout], row_tokens: int) -> li
 
 
 def _prompt(rollout: Rollout) -> bytes:
-    return np.asarray(rollout.token_ids[: rollout.prompt_length], np.int64).tobytes()
+    return rollout.token_ids[: rollout.prompt_length].tobytes()
 
 
 def _row(
@@ -214,11 +214,11 @@ def _row(
     length = 0
     for unit in units:
         root = length  # flat position of the unit's first token
-        ids.append(np.asarray(rollouts[unit.members[0]].token_ids[: unit.shared], np.int64))
+        ids.append(rollouts[unit.members[0]].token_ids[: unit.shared])
         positions.append(np.arange(unit.shared))
         length += unit.shared
         for i in unit.members:
-            own, sampled = np.asarray(rollouts[i].token_ids, np.int64), np.flatnonzero(rollouts[i].loss_mask)
+            own, sampled = rollouts[i].token_ids, np.flatnonzero(rollouts[i].loss_mask)
             offset = length - unit.shared  # flat position of token t is offset + t, for t past the shared prompt
             ids.append(own[unit.shared :])
             positions.append(np.arange(unit.shared, len(own)))
@@ -227,7 +227,7 @@ def _row(
             targets.append(own[sampled])
             token_index.append(starts[i] + np.arange(len(sampled)))
         if pad_to:  # never attended to (causality) and never predicted
-            ids.append(np.full(root + pad_to - length, ids[-1][-1]))
+            ids.append(np.full(root + pad_to - length, ids[-1][-1], np.int32))
             positions.append(np.zeros(root + pad_to - length, np.int64))
             length = root + pad_to
     attention: AttentionLayout
