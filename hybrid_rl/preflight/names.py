@@ -88,6 +88,8 @@ PACKAGE = Path(__file__).parents[1]
 # in a checkout conf/ lies beside the package, in an installed wheel inside it
 CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"
 PARTS = ("algo.advantage", "algo.loss", "algo.aggregation")
+# keys of data that hold names of the user's own
+OWN_NAMES = ("data.template_arguments", "data.weights", "data.curriculum")
 # sections whose keys are the arguments of functions
 OPEN = ("data", "reward", *PARTS, "algo.correction", "algo.selection", "engine.arguments", "tracker.arguments")
 
@@ -103,9 +105,7 @@ def check_open_names(overrides: Sequence[Override], config: DictConfig) -> None:
         place, _, name = override.key_or_group.rpartition(".")
         known = list(OmegaConf.select(config, place) or {})  # a key without a value yet (???) is not `in` the node
         given = override.value()
-        adds = place == "data.template_arguments" or (
-            (place, name) == ("data", "template_arguments") and isinstance(given, dict) and given
-        )
+        adds = place in OWN_NAMES or (f"{place}.{name}" in OWN_NAMES and isinstance(given, dict) and given)
         if adds and not override.is_add():
             line = override.input_line
             raise ConfigError(f"{line} (command line): there is no such key; to add it, write +{line}")
