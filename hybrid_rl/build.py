@@ -11,8 +11,8 @@ from omegaconf import OmegaConf
 
 from hybrid_rl.algo.contract import check_parts
 from hybrid_rl.config import Config, data_config
-from hybrid_rl.data import TaskSets, load_task_sets
-from hybrid_rl.data.prepare import prepare
+from hybrid_rl.data import TaskSets
+from hybrid_rl.data.prepare import load, prepare
 from hybrid_rl.data.render import Checked
 from hybrid_rl.data.template import fix_template
 from hybrid_rl.engine.base import KV_CACHE, WEIGHTS, Engine
@@ -71,6 +71,7 @@ def build(start: Start) -> Session:
     now = ranks.from_main(lambda: read_clock(folder) if resumed else start_clock(folder))
     checked = ranks.from_main(lambda: _check_prompts(tasks, model_folder, config, now))
     sizes = ranks.from_main(lambda: measure(config, model_folder))
+    tasks = tasks.without(checked.dropped)
     start.notes.extend([*tasks.notes, *checked.notes])
     start.notes.extend(ranks.from_main(lambda: check_lengths(config, sizes, checked.longest)))
     ranks.from_main(lambda: check_budget(config, sizes, device, ranks, folder))
@@ -124,13 +125,8 @@ def build_engine(config: Config, policy: Policy, folder: Path | None = None) -> 
 
 def _load_tasks(start: Start) -> tuple[TaskSets, dict[str, str]]:
     """Return the task sets and their digests. Raise CheckpointError if a resumed run began with others."""
-    config, rollout = start.config, start.config.rollout
-    tasks = load_task_sets(
-        config.data,
-        rl_tasks=rollout.batch_size // rollout.group_size if config.rl.steps else 0,
-        sft_tasks=config.sft.batch_size if config.sft.steps else 0,
-    )
-    data = start.ranks.from_main(lambda: digests(config, tasks))
+    tasks = load(start.config)
+    data = start.ranks.from_main(lambda: digests(start.config, tasks))
     if start.resumed:
         start.notes.extend(check_data(start.resumed, data))
     return tasks, data

@@ -290,6 +290,9 @@ class DataConfig:
 
     # variables of the model's chat template, like {enable_thinking: false}
     template_arguments: dict[str, Any] = field(default_factory=dict)
+    # leave out tasks whose prompt has more than rollout.max_prompt_tokens tokens, or that fill more than a row in SFT;
+    # false: such a task is refused
+    drop_long: bool = False
     # share of the RL draws by source, in any unit, like {maths: 3, code: 1}; {}: all tasks are one pool
     weights: dict[str, float] = field(default_factory=dict)
     # _target_: an order of RL's tasks, see hybrid_rl/data/curriculum.py; {}: each task once an epoch

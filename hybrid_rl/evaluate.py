@@ -59,6 +59,7 @@ def evaluate(s: Session, name: str, step: int = 0) -> float:
         "truncated": statistics.fmean(r.finish_reason == "length" for r in rollouts),
         "tasks": len(tasks),
         "samples": config.samples,
+        **({"dropped_tasks": s.tasks.dropped["eval"]} if "eval" in s.tasks.dropped else {}),
         "reward_errors": faults.total(),
         **fault_metrics(faults),
     }

@@ -7,7 +7,7 @@ from tokenizers import Regex, Tokenizer, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hybrid_rl.data import DataError, TaskSets, render
-from hybrid_rl.data.render import check_prompts, demonstration, prompt_ids
+from hybrid_rl.data.render import Limits, check_prompts, demonstration, prompt_ids
 from hybrid_rl.data.template import fix_template
 from hybrid_rl.policy.tiny import CHAT_TEMPLATE, character_tokenizer
 from hybrid_rl.run_folder.checkpoint import CheckpointError
@@ -40,7 +40,7 @@ def task(id, *contents, roles=("system", "user", "assistant", "user"), demonstra
 
 def check(tokenizer, *tasks, sft=False):
     sets = TaskSets(list(tasks), [], []) if sft else TaskSets([], list(tasks), [])
-    return check_prompts(sets, tokenizer, 300, max_tokens=500, row_tokens=1000, sft=sft)
+    return check_prompts(sets, tokenizer, 300, Limits(500, 1000), sft=sft)
 
 
 def text_of(tokenizer, one):
