@@ -79,7 +79,7 @@ def build(start: Start) -> Session:
         start.notes.extend(ranks.on_all(lambda: start.scorer.check([*tasks.rl, *tasks.eval])))
     torch.manual_seed(config.seed)  # adapters begin at random
     policy = Policy.load(model_folder, device, config.policy, ranks)
-    fix_template(policy.tokenizer, data_config(config.data).template_arguments, now)
+    fix_template(policy.tokenizer, data_config(config.data), now)
     threads = 1 if policy.parameter_count() < TINY_PARAMETERS else max(1, cores() // ranks.local_world)
     torch.set_num_threads(config.threads or threads)
     ranks.from_main(lambda: (folder / "rollouts").mkdir(parents=True, exist_ok=True))
@@ -135,7 +135,7 @@ def _load_tasks(start: Start) -> tuple[TaskSets, dict[str, str]]:
 def _check_prompts(tasks: TaskSets, model_folder: Path, config: Config, now: datetime) -> Checked:
     """Check, before the model loads, that each task can be rendered and fits."""
     vocabulary = read_config(model_folder).get_text_config().vocab_size
-    tokenizer = fix_template(read_tokenizer(model_folder), data_config(config.data).template_arguments, now)
+    tokenizer = fix_template(read_tokenizer(model_folder), data_config(config.data), now)
     return prepare(config, tasks, tokenizer, vocabulary)
 
 

@@ -56,7 +56,7 @@ def print_plan(config: Config, folder: Path, console: Console, ranks: Ranks) -> 
         sizes = measure(config, config.model.path or temporary)
     config = settled(config, sizes.model, device)
     now = read_clock(Path(config.resume)) if (Path(config.resume) / FILE).exists() else datetime.now()
-    fix_template(tokenizer, data_config(config.data).template_arguments, now)
+    fix_template(tokenizer, data_config(config.data), now)
     checked = prepare(config, tasks, tokenizer, sizes.model.get_text_config().vocab_size)
     tasks = tasks.without(checked.dropped)
     lengths = check_lengths(config, sizes, checked.longest)

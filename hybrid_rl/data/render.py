@@ -204,8 +204,9 @@ def _check_end(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def _text(task: Task, template: Callable[..., Any]) -> str:
+    own = template.own(task) if isinstance(template, Template) else {}
     try:
-        return str(template(list(task.messages), add_generation_prompt=True, tokenize=False))
+        return str(template(list(task.messages), add_generation_prompt=True, tokenize=False, **own))
     except MemoryError:
         raise
     except Exception as error:  # the template is a program that came with the model: it may raise anything
