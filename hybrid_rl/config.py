@@ -375,6 +375,8 @@ class EvalConfig:
     samples: int = bounded(1, least=1)  # completions per task; their mean counts
     greedy: bool = False  # also decode each task greedily, once, and report that beside the samples
     max_tasks: int = bounded(0, least=0)  # 0: every held-out task
+    # python -m hybrid_rl.evaluate: a second model's folder, evaluated on the same tasks with the same seeds, and compared
+    against: Optional[str] = None
     # a sample with at least this reward is correct, as pass@k counts it
     pass_reward: float = bounded(1.0, least=-1000000.0, most=1000000.0)
 

@@ -96,6 +96,8 @@ BAD = [
     ([REVERSE, "algo=opd"], "algo.teacher=None (default): is missing, and algo.advantage needs it; set algo.teacher=/path/to/a/model/folder"),
     ([REVERSE, "algo.teacher=/no/such/model"], "algo.teacher=/no/such/model (command line): is not used by algo.advantage; use algo=opd, or leave it out"),
     ([REVERSE, "algo=opd", "algo.teacher=/no/such/model"], "algo.teacher=/no/such/model (command line): is not a Hugging Face model folder on this disk"),
+    ([REVERSE, "eval.against=/no/such/model"], "eval.against=/no/such/model (command line): is of evaluations alone: python -m hybrid_rl.evaluate"),
+    ([REVERSE, "eval.against=/no/such/model", "sft.steps=0", "rl.steps=0"], "eval.against=/no/such/model (command line): is not a Hugging Face model folder on this disk (one with a config.json); set eval.against=/path"),
     ([REVERSE, "algo.critic.path=/no/such/model"], "algo.critic.path=/no/such/model (command line): is not a Hugging Face model folder on this disk"),
     ([REVERSE, "algo.kl.coef=0.1", "algo.reference=frozen", "algo.kl.estimator=k1", "algo.minibatches=1"], "has no gradient on average; use k2 or k3, algo.kl.unbiased=true, or algo.kl.place=reward"),
     ([REVERSE, "algo.kl.target=0.1", "algo.reference=frozen"], "steers algo.kl.coef, which is 0 and would stay 0"),
