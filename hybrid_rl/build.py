@@ -25,6 +25,7 @@ from hybrid_rl.policy import tiny
 from hybrid_rl.policy.defaults import settled
 from hybrid_rl.policy.model import Policy, pick_device
 from hybrid_rl.policy.offload import release_cached
+from hybrid_rl.policy.reward_model import RewardModel, check_reward_model
 from hybrid_rl.policy.sharding import local
 from hybrid_rl.preflight.budget import check_budget, check_lengths, later_bytes, measure
 from hybrid_rl.processes.hangs import phase
@@ -71,6 +72,8 @@ def build(start: Start) -> Session:
     now = ranks.from_main(lambda: read_clock(folder) if resumed else start_clock(folder))
     checked = ranks.from_main(lambda: _check_prompts(tasks, model_folder, config, now))
     sizes = ranks.from_main(lambda: measure(config, model_folder))
+    if config.reward_model.path:
+        ranks.from_main(lambda: check_reward_model(str(config.reward_model.path)))
     tasks = tasks.without(checked.dropped)
     start.notes.extend([*tasks.notes, *checked.notes])
     start.notes.extend(ranks.from_main(lambda: check_lengths(config, sizes, checked.longest)))
@@ -89,6 +92,8 @@ def build(start: Start) -> Session:
         )
     keep_lines = resumed.state["metrics_lines"] if resumed else 0
     metrics = Metrics(folder / "metrics.jsonl" if ranks.main else None, keep_lines)
+    of_reward = config.reward_model
+    reward_model = ranks.on_all(lambda: RewardModel(of_reward, device)) if of_reward.path else None
     engine, progress = build_engine(config, policy, folder), Progress()
     session = Session(
         config=config,
@@ -105,6 +110,7 @@ def build(start: Start) -> Session:
         progress=progress,
         saver=Saver(folder / "checkpoints", config, policy, metrics, progress, data),
         resumed=resumed,
+        reward_model=reward_model,
     )
     if resumed:
         ranks.on_all(lambda: engine.sleep([KV_CACHE, WEIGHTS]))  # a new one is awake; the run may go on with training

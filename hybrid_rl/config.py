@@ -317,6 +317,17 @@ def loader(data: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 @dataclass
+class RewardModelConfig:
+    """A sequence classifier of one label whose score is added to the reward: docs/rewards.md."""
+
+    path: Optional[str] = None  # a Hugging Face folder; null: no reward model
+    weight: float = bounded(1.0, least=-1000000.0, most=1000000.0)  # of the score; 0: logged as a measure, not paid
+    # tokens that a conversation may have for it, at most what the model takes; a longer one's reward fails
+    max_tokens: int = bounded(4096, least=1)
+    batch_tokens: int = bounded(16384, least=1)  # tokens that it reads at a time, padding included
+
+
+@dataclass
 class SftConfig:
     """The SFT stage."""
 
@@ -439,6 +450,7 @@ class Config:
     data: dict[str, Any] = field(default_factory=lambda: asdict(DataConfig()))
     # _target_: a function (completion, task) → reward, or several by name with their weights: docs/rewards.md
     reward: dict[str, Any] = field(default_factory=dict)
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     sft: SftConfig = field(default_factory=SftConfig)
     rl: RlConfig = field(default_factory=RlConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -22,6 +22,7 @@ from hybrid_rl.policy import tiny
 from hybrid_rl.policy.defaults import described, settled
 from hybrid_rl.policy.layout import first_fit_decreasing
 from hybrid_rl.policy.model import pick_device
+from hybrid_rl.policy.reward_model import check_reward_model
 from hybrid_rl.preflight.budget import (
     Sizes,
     check_budget,
@@ -54,6 +55,8 @@ def print_plan(config: Config, folder: Path, console: Console, ranks: Ranks) -> 
             tiny.create(Path(temporary), config.model.tiny, config.seed)
         tokenizer = read_tokenizer(config.model.path or temporary)
         sizes = measure(config, config.model.path or temporary)
+    if config.reward_model.path:
+        check_reward_model(config.reward_model.path)
     config = settled(config, sizes.model, device)
     now = read_clock(Path(config.resume)) if (Path(config.resume) / FILE).exists() else datetime.now()
     fix_template(tokenizer, data_config(config.data), now)

@@ -10,6 +10,7 @@ from hybrid_rl.config import Config
 from hybrid_rl.data import TaskSets
 from hybrid_rl.handover import Handover
 from hybrid_rl.policy.model import Policy
+from hybrid_rl.policy.reward_model import RewardModel
 from hybrid_rl.processes import signals
 from hybrid_rl.report.console import Console
 from hybrid_rl.rollout.generate import Generator
@@ -35,6 +36,7 @@ class Session:
     progress: Progress
     saver: Saver
     resumed: Checkpoint | None = None  # from which the run goes on
+    reward_model: RewardModel | None = None
 
     @property
     def data_seed(self) -> int:
@@ -44,8 +46,9 @@ class Session:
     @property
     def generator(self) -> Generator:
         """What samples and scores groups of rollouts, for RL and for evaluations."""
+        policy, handover = self.policy, self.handover
         return Generator(
-            self.handover.engine, self.policy.tokenizer, self.scorer, self.policy.ranks, self.handover.revive
+            handover.engine, policy.tokenizer, self.scorer, policy.ranks, handover.revive, self.reward_model
         )
 
     def resumed_step(self, stage: str) -> int:

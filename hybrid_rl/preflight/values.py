@@ -118,7 +118,7 @@ def value_problems(c: DictConfig) -> Iterator[tuple[str, str]]:
         )
     if c.eval.against is not None and (c.sft.steps or c.rl.steps):
         yield "eval.against", "is of evaluations alone: python -m hybrid_rl.evaluate … eval.against=<folder>"
-    for key in ("model.path", "eval.against"):
+    for key in ("model.path", "eval.against", "reward_model.path"):
         if (path := OmegaConf.select(c, key)) is not None and (why := _folder_problem(path)):
             yield key, why.format(key=key)
     for key in ("data", "reward"):

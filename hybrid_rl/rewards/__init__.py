@@ -7,7 +7,7 @@ torch.
 from hybrid_rl.rewards.judge import Judge
 from hybrid_rl.rewards.maths import MathVerify, numeric
 from hybrid_rl.rewards.structure import JsonSchema, json_fields
-from hybrid_rl.rewards.text import contains, exact, matches, similarity
+from hybrid_rl.rewards.text import contains, exact, matches, similarity, zero
 from hybrid_rl.rewards.trl import Trl
 
 __all__ = [
@@ -21,4 +21,5 @@ __all__ = [
     "matches",
     "numeric",
     "similarity",
+    "zero",
 ]

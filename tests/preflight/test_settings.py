@@ -98,6 +98,7 @@ BAD = [
     ([REVERSE, "algo=opd", "algo.teacher=/no/such/model"], "algo.teacher=/no/such/model (command line): is not a Hugging Face model folder on this disk"),
     ([REVERSE, "eval.against=/no/such/model"], "eval.against=/no/such/model (command line): is of evaluations alone: python -m hybrid_rl.evaluate"),
     ([REVERSE, "eval.against=/no/such/model", "sft.steps=0", "rl.steps=0"], "eval.against=/no/such/model (command line): is not a Hugging Face model folder on this disk (one with a config.json); set eval.against=/path"),
+    ([REVERSE, "reward_model.path=/no/such/model"], "reward_model.path=/no/such/model (command line): is not a Hugging Face model folder on this disk (one with a config.json); set reward_model.path="),
     ([REVERSE, "algo.critic.path=/no/such/model"], "algo.critic.path=/no/such/model (command line): is not a Hugging Face model folder on this disk"),
     ([REVERSE, "algo.kl.coef=0.1", "algo.reference=frozen", "algo.kl.estimator=k1", "algo.minibatches=1"], "has no gradient on average; use k2 or k3, algo.kl.unbiased=true, or algo.kl.place=reward"),
     ([REVERSE, "algo.kl.target=0.1", "algo.reference=frozen"], "steers algo.kl.coef, which is 0 and would stay 0"),
