@@ -24,7 +24,6 @@ from common import save_result, table
 from handover import SHAPES, build
 
 from hybrid_rl.algo.mismatch import mismatch_kl
-from hybrid_rl.build import build_engine
 from hybrid_rl.config import Config, EngineConfig, EngineKind, TinyConfig
 from hybrid_rl.engine.base import KV_CACHE, WEIGHTS, Completion, Request, Sampling
 from hybrid_rl.handover import hand_over, take_back
@@ -32,6 +31,7 @@ from hybrid_rl.policy import tiny
 from hybrid_rl.policy.layout import sampled_tokens
 from hybrid_rl.policy.model import Policy, pick_device
 from hybrid_rl.policy.update import score
+from hybrid_rl.session import build_engine
 from hybrid_rl.types import Rollout
 
 GROUPS, SIZE, PROMPT, TOKENS = 8, 16, 48, 128

@@ -108,15 +108,15 @@ class Schedule(Enum):
 class TinyConfig:
     """Shape of the embedded model, which is used if model.path is null."""
 
-    layers: int = bounded(2, least=1)
-    hidden_size: int = bounded(128, least=1)
-    intermediate_size: int = bounded(384, least=1)
-    heads: int = bounded(4, least=1)
-    kv_heads: int = bounded(2, least=1)
-    head_dim: int = bounded(32, least=2)
-    rope_theta: float = bounded(100.0, above=0)
-    init_std: float = bounded(0.05, above=0)
-    max_positions: int = 4096
+    layers: int = bounded(2, least=1)  # decoder layers
+    hidden_size: int = bounded(128, least=1)  # width of the residual stream
+    intermediate_size: int = bounded(384, least=1)  # width inside the MLP
+    heads: int = bounded(4, least=1)  # of queries
+    kv_heads: int = bounded(2, least=1)  # of keys and values; divides heads
+    head_dim: int = bounded(32, least=2)  # width of a head; even
+    rope_theta: float = bounded(100.0, above=0)  # base of the rotary embedding
+    init_std: float = bounded(0.05, above=0)  # standard deviation of the random weights
+    max_positions: int = 4096  # max_position_embeddings of its config.json
     words: list[str] = field(default_factory=list)  # texts that are one token each
 
 
@@ -134,8 +134,7 @@ class EngineConfig:
 
     kind: EngineKind = EngineKind.auto
     slots: int = bounded(128, least=1)  # completions sampled at a time; the KV cache holds this many
-    # the rest applies to sglang only
-    # neighbouring ranks of a node that form one engine, each with a part of the weights
+    # sglang only, as all that follow: neighbouring ranks of a node that form one engine, each with a part of the weights
     tensor_parallel: int = bounded(1, least=1)
     # share of a GPU's free memory for weights and KV cache; 0: what the trainer leaves
     memory_fraction: float = bounded(0.0, least=0, most=0.95)
@@ -151,14 +150,14 @@ class EngineConfig:
 class OptimizerConfig:
     """AdamW, gradient clipping and the schedule of the learning rate."""
 
-    lr: float = bounded(3e-6, above=0)
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    eps: float = bounded(1e-8, above=0)
+    lr: float = bounded(3e-6, above=0)  # learning rate after the warm-up
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # of the two moments
+    eps: float = bounded(1e-8, above=0)  # added to the root of the second moment
     weight_decay: float = bounded(0.0, least=0)  # applied to matrices, not to norms and biases
-    warmup_steps: int = bounded(0, least=0)
+    warmup_steps: int = bounded(0, least=0)  # first steps, in which lr rises linearly
     schedule: Schedule = Schedule.constant
     final_lr: float = bounded(0.1, least=0, most=1)  # share of lr at the end of cosine and linear
-    max_grad_norm: float = bounded(1.0, above=0)
+    max_grad_norm: float = bounded(1.0, above=0)  # a larger gradient is scaled down to this norm
 
 
 @dataclass
@@ -169,7 +168,7 @@ class LoraConfig:
     """
 
     rank: int = bounded(0, least=0)  # 0: train all weights
-    alpha: int = bounded(32, least=1)
+    alpha: int = bounded(32, least=1)  # the adapters count alpha / rank
     # names of modules; all-linear: every linear layer but the head
     targets: list[str] = field(default_factory=lambda: ["all-linear"])
 
@@ -221,8 +220,11 @@ class CriticConfig:
 class AlgoConfig:
     """The algorithm. Parts are functions by `_target_`, their other keys are arguments: see conf/algo/<part>/."""
 
+    # the credit of each rollout or token
     advantage: dict[str, Any] = field(default_factory=lambda: {"_target_": "hybrid_rl.algo.grpo.advantages"})
+    # the loss of a token
     loss: dict[str, Any] = field(default_factory=lambda: {"_target_": "hybrid_rl.algo.ppo_clip.loss"})
+    # how much each token counts
     aggregation: dict[str, Any] = field(default_factory=lambda: {"_target_": "hybrid_rl.algo.aggregation.token_mean"})
     # any number of functions by name, which correct the mismatch of trainer and engine
     correction: dict[str, Any] = field(default_factory=dict)
@@ -269,11 +271,11 @@ class RolloutConfig:
     # newest RL steps whose rollouts and evaluations stay on disk, besides those of the first step; 0: all
     keep_steps: int = bounded(100, least=0)
     group_size: int = bounded(16, least=1)  # rollouts per task
-    temperature: float = bounded(1.0, above=0)
+    temperature: float = bounded(1.0, above=0)  # of sampling and of every log-probability
     top_k: int = bounded(0, least=0)  # 0: off
     top_p: float = bounded(1.0, least=1e-06, most=1.0)  # 1: off
     max_tokens: int = bounded(128, least=1)  # most sampled tokens of a completion
-    max_prompt_tokens: int = bounded(512, least=1)
+    max_prompt_tokens: int = bounded(512, least=1)  # a longer prompt ends the run before the model loads
     max_replacements: int = bounded(4, least=0)  # rounds of replacing groups without a signal by new ones
     reward_workers: int = bounded(1, least=1)  # processes that compute rewards while the engine generates
     reward_timeout: float = bounded(10.0, above=0)  # seconds for one reward
@@ -332,7 +334,7 @@ class SftConfig:
     """The SFT stage."""
 
     steps: int = bounded(100, least=0)  # 0: no warm-up
-    batch_size: int = bounded(32, least=1)
+    batch_size: int = bounded(32, least=1)  # demonstrations of a step
     # share of the steps during which the maximum length of examples grows from shortest to longest
     curriculum: float = bounded(0.0, least=0, most=1)
     # share of each target's probability that is spread over the vocabulary
@@ -345,8 +347,8 @@ class SftConfig:
 class RlConfig:
     """The RL stage."""
 
-    steps: int = bounded(20, least=0)
-    checkpoint_every: int = bounded(10, least=1)
+    steps: int = bounded(20, least=0)  # 0: no RL
+    checkpoint_every: int = bounded(10, least=1)  # steps; the last step is saved in any case
     keep_checkpoints: int = bounded(2, least=1)  # number of newest checkpoints to keep
     # also keep the checkpoint with the best evaluation; every evaluated step is then saved
     keep_best: bool = False
@@ -382,7 +384,7 @@ class ExportConfig:
 class EvalConfig:
     """Evaluations on held-out tasks."""
 
-    temperature: float = bounded(1.0, least=0)
+    temperature: float = bounded(1.0, least=0)  # 0: the most likely token
     samples: int = bounded(1, least=1)  # completions per task; their mean counts
     greedy: bool = False  # also decode each task greedily, once, and report that beside the samples
     max_tasks: int = bounded(0, least=0)  # 0: every held-out task
@@ -418,11 +420,21 @@ class TrackerConfig:
 
 
 @dataclass
+class SweepConfig:
+    """How the jobs of a sweep (-m) are ended early."""
+
+    # end a job when its best evaluation between steps so far (rl.eval_every) is below the median of the other jobs' at
+    # the same step; it is saved, and resume=<its folder> goes on with it
+    prune: bool = False
+    prune_after: int = bounded(4, least=1)  # other jobs that must have been evaluated at that step
+
+
+@dataclass
 class Config:
     """All settings of a run."""
 
     name: str = ""  # the recipe's name, set by the recipe
-    seed: int = bounded(0, least=0, most=2**63 - 1)
+    seed: int = bounded(0, least=0, most=2**63 - 1)  # of weights, tasks and sampling
     # seed of the order of tasks and demonstrations; null: seed
     data_seed: Optional[int] = bounded(None, least=0, most=2**63 - 1)
     device: str = "auto"  # auto, cpu, cuda
@@ -434,7 +446,7 @@ class Config:
     # use only operations that give the same bits in every run; slower on a GPU, see docs/failures.md
     deterministic: bool = False
     threads: int = bounded(0, least=0)  # CPU threads of torch; 0: one for tiny models, all cores otherwise
-    output_dir: str = "outputs"
+    output_dir: str = "outputs"  # a run is written to <output_dir>/<name>/<time>
     # never: a new run; auto: the newest run of this recipe, if it is unfinished, else a new one; must: like auto, but
     # an error if there is none; or the folder of a run: its settings are used, and the command line only changes them
     resume: str = "never"
@@ -457,6 +469,7 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
 
 
 def only_evaluates(config: Config) -> bool:

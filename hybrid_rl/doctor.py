@@ -11,6 +11,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from hybrid_rl.config import TrackerKind
 from hybrid_rl.engine.sglang import interface
 from hybrid_rl.machine import cores, free_memory
 from hybrid_rl.sandbox import run as sandbox
@@ -39,11 +40,26 @@ def checks(output_dir: Path = Path(".")) -> list[Check]:
         _disk(output_dir),
         *_gpu(),
         _sandbox(),
-        _optional("peft", "peft", "for policy.lora", "lora"),
+        *(_optional(*optional) for optional in OPTIONAL),
         _sglang(),
         *_memory_sharing(),
     ]
     return result
+
+
+# name, module, purpose, extra
+OPTIONAL = (
+    ("peft", "peft", "for policy.lora", "lora"),
+    *((kind.name, kind.value, f"for tracker={kind.name}", "trackers") for kind in TrackerKind if kind.name != "none"),
+    ("hydra-joblib-launcher", "hydra_plugins.hydra_joblib_launcher", "for hydra/launcher=joblib in a sweep", "sweeps"),
+    (
+        "hydra-submitit-launcher",
+        "hydra_plugins.hydra_submitit_launcher",
+        "for hydra/launcher=submitit_slurm in a sweep",
+        "sweeps",
+    ),
+    ("hydra-optuna-sweeper", "hydra_plugins.hydra_optuna_sweeper", "for hydra/sweeper=optuna", "sweeps"),
+)
 
 
 def _sandbox() -> Check:
@@ -54,7 +70,7 @@ def _sandbox() -> Check:
 
 def _version(package: str) -> str:
     try:
-        return importlib.metadata.version({"hydra": "hydra-core"}.get(package, package))
+        return importlib.metadata.version({"hydra": "hydra-core", "mlflow": "mlflow-skinny"}.get(package, package))
     except importlib.metadata.PackageNotFoundError:
         return "installed"
 
@@ -193,7 +209,7 @@ NVIDIA = Path("/proc/driver/nvidia/version")
 
 
 def _driver() -> str | None:
-    """Return the version of NVIDIA's driver, or None where there is none to read."""
+    """Return the version of NVIDIA's driver, or None if there is none to read."""
     words = NVIDIA.read_text().split() if NVIDIA.is_file() else []
     return next((word for word in words if word.count(".") >= 1 and word.replace(".", "").isdecimal()), None)
 
@@ -203,15 +219,13 @@ def _package(name: str, fix: str) -> Check:
     return Check(name, there, _version(name) if there else "not installed", fix, optional=True)
 
 
-def _optional(name: str, package: str, purpose: str, extra: str) -> Check:
-    there = importlib.util.find_spec(package) is not None
-    return Check(
-        name,
-        there,
-        _version(package) if there else "not installed",
-        f"optional, {purpose}: pip install 'hybrid_rl[{extra}]'",
-        True,
-    )
+def _optional(name: str, module: str, purpose: str, extra: str) -> Check:
+    try:
+        there = importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of a package that is not there, like hydra_plugins
+        there = False
+    found = _version(name) if there else "not installed"
+    return Check(name, there, found, f"optional, {purpose}: pip install -e '.[{extra}]'", optional=True)
 
 
 def main() -> int:
@@ -231,7 +245,7 @@ def main() -> int:
         print("  ranks          " + ("one for each GPU" if gpu else f"1, or several on its {cores()} cores (ranks=N)"))
         print(
             "  models         the embedded tiny Qwen3; any full-attention causal LM folder of transformers "
-            "(preset=qwen3 model.path=…)"
+            "(preset=qwen3 model.path=…; preset=smollm2: python -m hybrid_rl.smollm2)"
         )
     return 0 if needed else 1
 

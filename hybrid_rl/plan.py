@@ -20,7 +20,7 @@ from hybrid_rl.machine import machine
 from hybrid_rl.model_folder.tokenizer import read_tokenizer
 from hybrid_rl.policy import tiny
 from hybrid_rl.policy.defaults import described, settled
-from hybrid_rl.policy.layout import first_fit_decreasing
+from hybrid_rl.policy.layout import best_fit_decreasing
 from hybrid_rl.policy.model import pick_device
 from hybrid_rl.policy.reward_model import check_reward_model
 from hybrid_rl.preflight.budget import (
@@ -120,7 +120,7 @@ def _batch_line(label: str, config: Config, prompt: float, completion: float) ->
     """Return a line on how many rows the rollouts of a step fill, if all completions have `completion` tokens."""
     r, row = config.rollout, config.policy.row_tokens
     sample = round(prompt + completion)
-    rows = len(first_fit_decreasing([sample] * r.batch_size, row))
+    rows = len(best_fit_decreasing([sample] * r.batch_size, row))
     groups = r.batch_size // r.group_size
     tree = round(groups * prompt + r.batch_size * completion)
     return (

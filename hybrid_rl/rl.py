@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hybrid_rl.deterministic import seed_all
 from hybrid_rl.engine.base import request_seed
 from hybrid_rl.evaluate import evaluate
 from hybrid_rl.learner import make_learner
+from hybrid_rl.processes.deterministic import seed_all
 from hybrid_rl.report.alarms import Alarms
 from hybrid_rl.report.console import NOTHING, step_line
 from hybrid_rl.report.phases import Phases

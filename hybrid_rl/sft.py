@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from hybrid_rl.data.curriculum import Growing
 from hybrid_rl.data.render import demonstration
-from hybrid_rl.deterministic import seed_all
 from hybrid_rl.engine.base import request_seed
 from hybrid_rl.policy.optimizer import make_optimizer
 from hybrid_rl.policy.update import imitate
+from hybrid_rl.processes.deterministic import seed_all
 from hybrid_rl.report.console import sft_line
 from hybrid_rl.run_folder.bad_batch import BadBatch, BadBatches, as_groups
 from hybrid_rl.session import Session

@@ -14,10 +14,8 @@ from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
 from hybrid_rl.algo.declared import PartError
-from hybrid_rl.build import Start, build
 from hybrid_rl.config import Config, ExportDtype, only_evaluates
 from hybrid_rl.data import DataError
-from hybrid_rl.deterministic import make_deterministic
 from hybrid_rl.engine.base import EngineError
 from hybrid_rl.evaluate import evaluate
 from hybrid_rl.handover import HandoverError
@@ -26,6 +24,7 @@ from hybrid_rl.model_folder.read import ModelError
 from hybrid_rl.plan import print_plan
 from hybrid_rl.policy.optimizer import TrainingDiverged
 from hybrid_rl.preflight.budget import BudgetError
+from hybrid_rl.processes.deterministic import make_deterministic
 from hybrid_rl.processes.launch import after_rank_0
 from hybrid_rl.processes.ranks import Ranks
 from hybrid_rl.processes.signals import Stopped
@@ -39,7 +38,7 @@ from hybrid_rl.run_folder.final import export_final
 from hybrid_rl.run_folder.origin import read_origin, write_origin
 from hybrid_rl.run_folder.resume import resume_point
 from hybrid_rl.run_folder.trackers import open_tracker
-from hybrid_rl.session import Session
+from hybrid_rl.session import Session, Start, build
 from hybrid_rl.sft import train_sft
 from hybrid_rl.summary import conclude, introduce
 

@@ -1,12 +1,19 @@
 """Sweeps: python -m hybrid_rl.run … -m runs each job in a process of its own, by whichever launcher Hydra has.
 
 A job that fails is reported, and the others go on. Sweepers that search get the reward of a job's last evaluation.
+With sweep.prune a job that falls behind the others is ended; what it has reached counts.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import statistics
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +31,7 @@ from hybrid_rl.processes.signals import asked, listening, pass_to_busy_children
 from hybrid_rl.run_folder.files import Unreadable, read_json, read_yaml
 
 SWEEPER = "hydra/sweeper"
+PRUNED = "pruned.txt"  # says in the folder of a job why it was ended
 OBJECTIVE = ("eval/rl", "eval/model")  # of summary.json: what a sweeper that searches gets
 
 
@@ -81,7 +89,12 @@ def _job(own: Path | None, config: DictConfig) -> int | float | None:
     what = f"sweep job {job.job.num}"
     print(f"\n{what}: {' '.join(task)}", flush=True)
     arguments = ["-m", "hybrid_rl.run", *config_dir(own), *task, run_dir(folder)]
-    code = attend([{}], arguments, config.stop_timeout)
+    pruner = Pruner(folder, config.sweep.prune_after) if config.sweep.prune else None
+    code = attend([{}], arguments, config.stop_timeout, pruner)
+    if pruner and pruner.behind and code == 128 + signal.SIGTERM and not asked():
+        print(f"{what} is pruned: {pruner.behind}; resume={folder} goes on with it", flush=True)
+        (folder / PRUNED).write_text(f"{pruner.behind}\n")
+        code = 0
     if code and code <= 128:
         print(f"{what} failed with exit code {code}: {' '.join(task)}", flush=True)
     if job.runtime.choices[SWEEPER] == "basic":
@@ -90,17 +103,66 @@ def _job(own: Path | None, config: DictConfig) -> int | float | None:
 
 
 def _objective(folder: Path) -> float | None:
+    if (folder / PRUNED).exists():
+        return max(evaluations(folder).items(), default=(0, None))[1]  # of the latest step
     summary = read_json(folder / "summary.json")
     return next((float(summary[name]) for name in OBJECTIVE if summary.get(name) is not None), None)
+
+
+class Pruner:
+    """Ends a job that falls behind the others of its sweep, by the median rule of Google Vizier (Golovin et al. 2017).
+
+    It reads the metrics.jsonl of all jobs in the sweep's folder, so it works with every launcher and sweeper.
+    """
+
+    def __init__(self, folder: Path, after: int):
+        self.folder, self.after, self.behind = folder, after, ""
+        self._seen, self._next = -1, 0.0
+
+    def check(self, pids: Mapping[int, int], ended: Sequence[int]) -> None:
+        """At most once a second, compare a new evaluation; send SIGTERM, which saves the job, if it is behind."""
+        if self.behind or not pids or time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + 1
+        own = evaluations(self.folder)
+        if not own or max(own) == self._seen:
+            return
+        self._seen = step = max(own)
+        others = [found[step] for job in self.folder.parent.glob("[!.]*/") if step in (found := evaluations(job))]
+        others.remove(own[step])
+        if len(others) >= self.after and (best := max(own.values())) < (median := statistics.median(others)):
+            self.behind = (
+                f"its best evaluation, {best:.3f} up to step {step}, is below the others' median, {median:.3f}"
+            )
+            for pid in pids.values():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
+
+
+def evaluations(folder: Path) -> dict[int, float]:
+    """Return the rewards of a job's evaluations between steps, by step. Unfinished lines are left out."""
+    try:
+        lines = (folder / "metrics.jsonl").read_text("utf-8", "replace").splitlines()
+    except OSError:
+        return {}
+    found = {}
+    for line in lines:
+        if '"name": "step"' in line:
+            with suppress(ValueError, KeyError, TypeError):
+                record = json.loads(line)
+                found[int(record["step"])] = float(record["reward"])
+    return found
 
 
 def _report(folder: Path) -> bool:
     """Say how many jobs reached their end and which did not; return whether all did."""
     every = sorted((f for f in folder.glob("[!.]*/") if f.is_dir()), key=lambda f: (len(f.name), f.name))
-    left = [f.name for f in every if not (f / "summary.json").exists()]
+    pruned = [f.name for f in every if (f / PRUNED).exists()]
+    left = [f.name for f in every if not (f / "summary.json").exists() and f.name not in pruned]
     print(
-        f"\nsweep:   {len(every) - len(left)} of {len(every)} jobs reached their end"
+        f"\nsweep:   {len(every) - len(left) - len(pruned)} of {len(every)} jobs reached their end"
         + (f", not {', '.join(left)}" if left else "")
+        + (f"; {', '.join(pruned)} were pruned" if pruned else "")
     )
     if (folder / ".submitit").is_dir():
         print(f"output:  {folder / '.submitit'}, a folder a job")

@@ -84,3 +84,18 @@ def test_a_driver_that_is_too_old_is_named(installed, monkeypatch, tmp_path: Pat
     assert check.ok is fine
     monkeypatch.setattr(doctor, "NVIDIA", tmp_path / "nowhere")
     assert "driver" not in by_name()
+
+
+def test_trackers_and_plugins_of_sweeps_are_listed_with_what_to_install(monkeypatch):
+    def find(name: str, find=importlib.util.find_spec):
+        if name.startswith("hydra_plugins."):
+            raise ModuleNotFoundError("No module named 'hydra_plugins'")
+        return None if name == "trackio" else find("json") if name == "wandb" else find(name)
+
+    monkeypatch.setattr("importlib.util.find_spec", find)
+    checks = by_name()
+    assert checks["wandb"].ok
+    assert checks["trackio"].fix == "optional, for tracker=trackio: pip install -e '.[trackers]'"
+    assert checks["hydra-optuna-sweeper"].fix == "optional, for hydra/sweeper=optuna: pip install -e '.[sweeps]'"
+    assert not any(checks[name].ok for name in ("trackio", "hydra-joblib-launcher", "hydra-submitit-launcher"))
+    assert all(checks[name].optional for name in ("tensorboard", "wandb", "mlflow", "trackio", "hydra-optuna-sweeper"))

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from hybrid_rl import stages
-from hybrid_rl.build import build_engine
 from hybrid_rl.config import Config, EngineConfig
 from hybrid_rl.engine.base import Completion, EngineDied, EngineError
 from hybrid_rl.engine.local import LocalEngine
@@ -20,6 +19,7 @@ from hybrid_rl.policy.model import Policy
 from hybrid_rl.processes.ranks import Ranks
 from hybrid_rl.rl import train_rl
 from hybrid_rl.run_folder.progress import Progress
+from hybrid_rl.session import build_engine
 from tests.ranks import on_ranks
 from tests.test_rl import session
 

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import signal
+import time
+from pathlib import Path
+from typing import cast
+
 import pytest
+from omegaconf import OmegaConf
 
 from hybrid_rl import sweep
-from hybrid_rl.config import ConfigError
+from hybrid_rl.config import Config, ConfigError
+from hybrid_rl.preflight.settings import load
+from hybrid_rl.processes.launch import attend
 from tests.test_run import run
 
 EVALUATES = ["sft.steps=0", "rl.steps=0", "eval.max_tasks=2", "rollout.max_tokens=8", "-m"]
@@ -35,6 +44,67 @@ def test_a_failed_job_is_named_and_the_rest_go_on(tmp_path):
 def test_a_missing_plugin_is_named(tmp_path):
     output = run(tmp_path, *EVALUATES, "hydra/launcher=ray_aws", "seed=0,1", code=2)
     assert "there is no such launcher; install its plugin, perhaps hydra-ray-launcher" in output
+
+
+def evaluated(job: Path, **rewards: float) -> None:
+    """Write the evaluations of a job, step1=0.5 and so on, among other lines."""
+    job.mkdir(parents=True)
+    lines = [{"stage": "rl", "step": 1, "reward": 9.0}, {"stage": "eval", "name": "base", "step": 0, "reward": 0.0}]
+    lines += [{"stage": "eval", "name": "step", "step": int(k[4:]), "reward": v} for k, v in rewards.items()]
+    (job / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"name": "step", "st')
+
+
+@pytest.mark.parametrize(
+    ("own", "pruned"),
+    [
+        ({"step2": 0.5}, False),  # the median of 0.1, 0.25, 0.75, 0.9 at step 2
+        ({"step2": 0.49}, True),
+        ({"step2": 0.51, "step4": 0.1}, False),  # its best counts; the median of two jobs at step 4 is too few
+        ({"step1": 0.0}, False),  # no other was evaluated there
+        ({}, False),
+    ],
+)
+def test_a_job_is_behind_when_its_best_is_below_the_median_of_enough_others(tmp_path, monkeypatch, own, pruned):
+    for job, reward in enumerate((0.1, 0.25, 0.75, 0.9)):
+        evaluated(tmp_path / str(job), step2=reward, **({"step4": reward} if job > 1 else {}))
+    evaluated(tmp_path / "4", **own)
+    (tmp_path / "5").mkdir()
+    sent = []
+    monkeypatch.setattr("os.kill", lambda *signal: sent.append(signal))
+    pruner = sweep.Pruner(tmp_path / "4", after=4)
+    pruner.check({}, [0])
+    pruner.check({0: 123}, [])
+    assert sent == [(123, signal.SIGTERM)] * pruned
+    assert pruner.behind == (
+        "its best evaluation, 0.490 up to step 2, is below the others' median, 0.500" if pruned else ""
+    )
+
+
+def test_a_job_that_is_behind_is_ended_and_what_it_reached_counts(tmp_path, monkeypatch, capfd):
+    """Children show their evaluation, then finish (job 0) or wait for the signal (job 1), as a run does that saves itself."""
+    for job in ("0", "1"):
+        evaluated(tmp_path / f".{job}", step1=0.5 - 0.25 * int(job))
+    child = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+job = sys.argv[-1].split("=")[1].strip("'")
+os.rename(os.path.join(os.path.dirname(job), "." + os.path.basename(job)), job)
+if job.endswith("1"):
+    time.sleep(60)
+open(os.path.join(job, "summary.json"), "w").write("{}")
+"""
+    monkeypatch.setattr(sweep, "attend", lambda e, a, patience, pruner: attend(e, ["-c", child, *a], patience, pruner))
+    overrides = ["+recipe=reverse", "rl.eval_every=1", "sweep.prune=true", "sweep.prune_after=1", "seed=0,1"]
+    config = cast(Config, OmegaConf.to_object(load(overrides[:-1])))
+    before = time.monotonic()
+    assert sweep.run(overrides, None, [config, config], tmp_path) == 0
+    assert time.monotonic() - before < 30
+    output = capfd.readouterr().out
+    assert (
+        "sweep job 1 is pruned: its best evaluation, 0.250 up to step 1, is below the others' median, 0.500; " in output
+    )
+    assert "sweep:   1 of 2 jobs reached their end; 1 were pruned\n" in output
+    assert sweep._objective(tmp_path / "1") == 0.25
 
 
 @pytest.mark.slow

@@ -13,12 +13,12 @@ import torch
 
 from benchmarks.gpu import stand_in
 from benchmarks.gpu.measuring import GIB, Bench
-from hybrid_rl.build import build_engine
 from hybrid_rl.config import Config, EngineConfig, EngineKind
 from hybrid_rl.engine.base import KV_CACHE, WEIGHTS, Request, Sampling
 from hybrid_rl.engine.sglang.interface import unusable
 from hybrid_rl.engine.sglang.weights import payload
 from hybrid_rl.handover import hand_over, take_back
+from hybrid_rl.session import build_engine
 
 MIB, PATIENCE = 2**20, 60.0
 

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybrid_rl.deterministic import cumsum
+from hybrid_rl.algo.sums import cumsum
 
 # the names in messages of the columns that a model computes
 RECOMPUTED, REFERENCE, TEACHER, VALUE = (

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hybrid_rl.algo.batch import Scored
 from hybrid_rl.algo.grpo import relative
-from hybrid_rl.deterministic import cumsum
+from hybrid_rl.algo.sums import cumsum
 
 NEEDS = ("group",)
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybrid_rl.deterministic import cumsum
+from hybrid_rl.algo.sums import cumsum
 from hybrid_rl.engine.base import Sampling
 
 LARGEST_UNIFORM = float(np.nextafter(np.float32(1.0), np.float32(0.0)))

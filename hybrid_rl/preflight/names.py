@@ -102,14 +102,14 @@ def check_open_names(overrides: Sequence[Override], config: DictConfig) -> None:
     """Raise ConfigError for an argument that the composed `config` does not have and that is not added with +."""
     for override in filter(in_open, overrides):
         place, _, name = override.key_or_group.rpartition(".")
-        known = OmegaConf.select(config, place) or {}
+        known = list(OmegaConf.select(config, place) or {})  # a key without a value yet (???) is not `in` the node
         given = override.value()
         adds = place in OWN_NAMES or (f"{place}.{name}" in OWN_NAMES and isinstance(given, dict) and given)
         if adds and not override.is_add():
             line = override.input_line
             raise ConfigError(f"{line} (command line): there is no such key; to add it, write +{line}")
         if name not in known and not override.is_add() and not override.is_force_add():
-            near = f"{nearest(name, list(known))}; " if known else ""
+            near = f"{nearest(name, known)}; " if known else ""
             add = f"to add it, write +{place}.{name}={override.get_value_element_as_str()}"
             raise ConfigError(f"{override.input_line} (command line): there is no such key; {near}{add}")
 

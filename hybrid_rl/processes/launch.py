@@ -19,9 +19,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
 from hybrid_rl.processes import hangs
 from hybrid_rl.processes.signals import SIGNALS, asked, end_now, kill_children, listening
@@ -133,15 +134,22 @@ def launch(count: int, arguments: Sequence[str], run_folder: Path, timeout: floa
     return code
 
 
+class Watcher(Protocol):
+    """Looks after processes while they run, like hangs.HangDetector."""
+
+    def check(self, pids: Mapping[int, int], ended: Sequence[int]) -> None:
+        """Look at the running processes, `pids` by rank, and at the ranks that have `ended`."""
+
+
 def attend(
     environments: Sequence[dict[str, str]],
     arguments: Sequence[str],
     patience: float,
-    detector: hangs.HangDetector | None = None,
+    watcher: Watcher | None = None,
 ) -> int:
     """Run python with `arguments` once for each of `environments`, at the same time, until all end or one fails.
 
-    Returns the exit code as `launch` does; `detector` checks for hanging ranks.
+    Returns the exit code as `launch` does; `watcher` is called again and again while they run.
     """
     processes: list[subprocess.Popen[bytes]] = []
     with listening(patience + MARGIN, speaks=False):
@@ -151,7 +159,7 @@ def attend(
                 processes.append(
                     subprocess.Popen([sys.executable, *arguments], env=os.environ | environment, start_new_session=True)
                 )
-            failed = _wait(processes, detector)
+            failed = _wait(processes, watcher)
         except hangs.Hangs as error:
             print(error, file=sys.stderr)
             return 1
@@ -169,11 +177,10 @@ def attend(
     return 1
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], detector: hangs.HangDetector | None) -> int | None:
+def _wait(processes: Sequence[subprocess.Popen[bytes]], watcher: Watcher | None) -> int | None:
     """Wait until all processes have ended or one has failed; return the index of the first that failed, or None.
 
-    After a graceful stop, wait for the others up to TOGETHER seconds. Raises Hangs when `detector` finds a hanging
-    rank.
+    After a graceful stop, wait for the others up to TOGETHER seconds. Raises what `watcher` raises, like Hangs.
     """
     passed_on, since, pids = False, 0.0, {i: process.pid for i, process in enumerate(processes)}
     while True:
@@ -191,8 +198,8 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], detector: hangs.HangDete
             for i, process in enumerate(processes):
                 if i not in ended:
                     process.send_signal(asked())
-        if detector:
-            detector.check({rank: pid for rank, pid in pids.items() if rank not in ended}, sorted(ended))
+        if watcher:
+            watcher.check({rank: pid for rank, pid in pids.items() if rank not in ended}, sorted(ended))
         time.sleep(0.05)
 
 

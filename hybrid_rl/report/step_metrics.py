@@ -6,7 +6,6 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -131,7 +130,7 @@ def repetition(rollout: Rollout) -> float:
     Exact: pairs of tokens are renumbered, so that a 4-gram (two pairs) fits into 64 bits with any vocabulary. Arrays
     take half the time of a set of tuples, and every completion of every step is counted.
     """
-    tokens = np.fromiter(compress(rollout.token_ids, rollout.loss_mask), dtype=np.int64)
+    tokens = rollout.token_ids[rollout.loss_mask].astype(np.int64)
     if len(tokens) < 5:
         return 0.0
     pairs = np.unique(tokens[:-1] << 32 | tokens[1:], return_inverse=True)[1]

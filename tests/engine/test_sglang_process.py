@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybrid_rl.build import build_engine
 from hybrid_rl.config import Config, Deterministic, EngineConfig, EngineKind
 from hybrid_rl.engine import make
 from hybrid_rl.engine.base import EngineDied, EngineError
@@ -23,6 +22,7 @@ from hybrid_rl.engine.sglang.process import HostProcess, environment
 from hybrid_rl.engine.sglang.weights import payload
 from hybrid_rl.policy.model import Policy
 from hybrid_rl.processes.ranks import Ranks
+from hybrid_rl.session import build_engine
 from tests.ranks import on_ranks
 
 CHANGES_RESULTS = {

@@ -33,6 +33,7 @@ BAD = [
     ([REVERSE, "rollout.batch_size=1.5"], "rollout.batch_size=1.5"),
     ([REVERSE, "dry_run=perhaps"], "dry_run=perhaps"),
     ([REVERSE, "policy.layout=tree"], "policy.layout=tree (command line): Invalid value 'tree', expected one of [auto, padded, packed, trees]"),
+    ([REVERSE, "sweep.prune=true"], "sweep.prune=True (command line): compares evaluations between steps, and rl.eval_every=0 means none; set rl.eval_every"),
     ([REVERSE, "rl.keep_best=true"], "rl.keep_best=True (command line): compares evaluations, and rl.eval_every=0 means there are none between steps"),
     ([REVERSE, "stop_timeout=0"], "stop_timeout=0.0 (command line): must be a number above 0"),
     ([REVERSE, "checkpoint.timeout=0"], "checkpoint.timeout=0.0 (command line): must be a number above 0"),

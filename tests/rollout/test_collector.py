@@ -53,7 +53,9 @@ def collect(
 
 
 def fingerprint(batch):
-    return [(r.task_id, r.group_id, r.index, r.token_ids, r.logprobs, r.reward) for r in batch.rollouts]
+    return [
+        (r.task_id, r.group_id, r.index, r.token_ids.tolist(), r.logprobs.tolist(), r.reward) for r in batch.rollouts
+    ]
 
 
 def test_a_step_has_its_full_number_of_scored_rollouts_in_task_order(policy):
@@ -65,7 +67,7 @@ def test_a_step_has_its_full_number_of_scored_rollouts_in_task_order(policy):
             list(group.task.messages), add_generation_prompt=True, return_dict=False
         )
         for r in group.rollouts:
-            assert r.token_ids[: r.prompt_length] == prompt
+            assert r.token_ids[: r.prompt_length].tolist() == prompt
             assert r.versions == [(4, r.sampled)]
             assert sum(r.loss_mask) == r.sampled == len(r.token_ids) - r.prompt_length
 
@@ -91,7 +93,7 @@ def test_the_same_seed_repeats_a_run_and_another_does_not(policy):
 def test_few_slots_give_the_same_samples_as_many(policy):
     (many,), _ = collect(policy, "hash_of_answer", slots=64)
     (few,), _ = collect(policy, "hash_of_answer", slots=2)
-    assert [r.token_ids for r in many.rollouts] == [r.token_ids for r in few.rollouts]
+    assert [r.token_ids.tolist() for r in many.rollouts] == [r.token_ids.tolist() for r in few.rollouts]
 
 
 def test_silent_groups_are_replaced_up_to_a_bound_and_the_shortfall_is_reported(policy):
