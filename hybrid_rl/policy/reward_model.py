@@ -94,7 +94,7 @@ class RewardModel(Offloaded):
                 _fail(rollout, f"the reward model's tokenizer does not take it: {type(error).__name__}: {error}")
                 continue
             if len(ids) > self.longest:
-                _fail(rollout, f"has {len(ids)} tokens for the reward model, which takes {self.longest}")
+                _fail(rollout, f"the conversation has {len(ids)} tokens, and the reward model takes {self.longest}")
             else:
                 encoded.append((rollout, ids))
         self.unpark()

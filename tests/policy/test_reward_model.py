@@ -79,7 +79,7 @@ def test_what_cannot_be_scored_has_no_reward(tmp_path):
     paid, long = rollouts[0][1], rollouts[1][1]
     assert (paid.reward, paid.reward_parts, list(paid.measures)) == (0.25, {"own": 0.25}, ["reward_model"])
     assert long.error is not None
-    assert long.error.endswith("tokens for the reward model, which takes 80")
+    assert long.error.endswith("tokens, and the reward model takes 80")
     assert (long.reward, long.outcome, long.fault) == (None, None, "reward model")
     assert failed.error == "ValueError: no"
     assert doubled.error is not None
