@@ -343,9 +343,14 @@ def test_the_commands_of_a_page(page, tried: set[str], on_page, tiny_folder: Pat
 # ---- snippets, settings and messages ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "block", [b for b in EVERY if "section" in SAVED.get((b.page, b.kind), [])], ids=lambda b: b.page
-)
+def sections() -> list[Block]:
+    """The snippets that are sections of a recipe."""
+    of_page = {place: [b for b in EVERY if (b.page, b.kind) == place] for place in SAVED}
+    named = [pair for place, names in SAVED.items() for pair in zip(of_page[place], names, strict=False)]
+    return [block for block, name in named if name == "section"]
+
+
+@pytest.mark.parametrize("block", sections(), ids=lambda b: b.page)
 def test_the_sections_of_a_recipe_compose(block: Block, on_page, tmp_path: Path) -> None:
     """A page's first section is complete; the later ones say more of it."""
     on_page(block.page)
