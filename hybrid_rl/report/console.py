@@ -173,8 +173,17 @@ def source_lines(m: dict[str, Any]) -> Iterator[str]:
     """Yield one line about each source of an evaluation, with the 95 % interval of its reward; first of all tasks."""
     for source, values in {"all tasks": m, **m.get("by_source", {})}.items():
         low, high = values["interval"] or (values["reward"], values["reward"])
-        tries = f", {_tries(values)}" if values.get("pass_at") else ""
-        yield f"{source}: reward {_reward(values)}, 95% {low:.3f} to {high:.3f}, correct {values['correct']:.1%}{tries}"
+        scores = f", correct {values['correct']:.1%}{_range(values, 'correct', '.1%')}"
+        for kind in ("pass", "maj"):
+            for k, value in values.get(f"{kind}_at", {}).items():
+                scores += f", {kind}@{k} {value:.3f}{_range(values, f'{kind}@{k}', '.3f')}"
+        yield f"{source}: reward {_reward(values)}, 95% {low:.3f} to {high:.3f}{scores}"
+
+
+def _range(values: dict[str, Any], name: str, form: str) -> str:
+    """Return the 95 % interval of a score in brackets, "" if there is none."""
+    found = values.get("intervals", {}).get(name)
+    return f" [{found[0]:{form}}, {found[1]:{form}}]" if found else ""
 
 
 def _reward(values: dict[str, Any]) -> str:
