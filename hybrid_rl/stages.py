@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import sys
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -13,7 +14,7 @@ from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
 from hybrid_rl.algo.declared import PartError
-from hybrid_rl.config import Config, ExportDtype, only_evaluates
+from hybrid_rl.config import Config, ConsoleKind, ExportDtype, only_evaluates
 from hybrid_rl.data import DataError
 from hybrid_rl.engine.base import EngineError
 from hybrid_rl.evaluate import evaluate
@@ -29,6 +30,7 @@ from hybrid_rl.processes.ranks import Ranks
 from hybrid_rl.processes.signals import Stopped
 from hybrid_rl.report import write_report
 from hybrid_rl.report.console import Console
+from hybrid_rl.report.live import LiveConsole
 from hybrid_rl.rl import NothingTrained, train_rl
 from hybrid_rl.rollout.rewards import RewardError, Scorer
 from hybrid_rl.run_folder.checkpoint import CheckpointError
@@ -65,12 +67,13 @@ def run(config: Config, folder: Path, ranks: Ranks | None = None, command: str =
     `command` is what started the run, for whoever reads its folder.
     """
     ranks = ranks or Ranks()
-    console = Console(quiet=not ranks.main)
+    console = make_console(config, ranks)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:
         if not config.dry_run:
-            _run_stages(config, folder, console, ranks, command)
+            with console:
+                _run_stages(config, folder, console, ranks, command)
         elif ranks.main:
             print_plan(config, Path(config.output_dir) / config.name, console, ranks)
     except EXPECTED as error:
@@ -88,6 +91,16 @@ def run(config: Config, folder: Path, ranks: Ranks | None = None, command: str =
         console.say(f"hybrid_rl: {signal.Signals(stopped.number).name}: {stopped}")
         return 128 + stopped.number
     return 0
+
+
+def make_console(config: Config, ranks: Ranks) -> Console:
+    """Return the console of this rank: rank 0 speaks.
+
+    The view of console=live needs a terminal and a run of one rank: it would write over what other ranks print.
+    """
+    if config.console == ConsoleKind.live and ranks.world == 1 and sys.stdout.isatty():
+        return LiveConsole()
+    return Console(quiet=not ranks.main)
 
 
 def _inside(name: object, folder: Path) -> bool:

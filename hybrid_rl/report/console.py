@@ -32,6 +32,13 @@ class Console:
         self._rich = RichConsole(highlight=False, soft_wrap=True, quiet=quiet, emoji=False)
         self._said: set[str] = set()
 
+    def __enter__(self) -> Console:
+        """Return the console: a run lasts as long as its context."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Do nothing; live.LiveConsole takes its view away."""
+
     def say(self, text: str = "") -> None:
         """Print lines. Control characters are escaped, since the text may contain what a model or a reward wrote."""
         self._rich.print(visible(text), markup=False)
@@ -47,6 +54,10 @@ class Console:
         for kind, example in examples.items():
             line = f"reward failed ({kind}), {example}; the next ones of this kind are only counted"
             self.say_once(f"reward {kind}", line)
+
+    def step(self, values: dict[str, Any], steps: int) -> None:
+        """Print the line of an RL step."""
+        self.say(step_line(values, steps))
 
     def heading(self, text: str) -> None:
         """Print a bold line after an empty one."""
