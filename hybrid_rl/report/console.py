@@ -29,7 +29,8 @@ class Console:
     """A writer of plain lines to standard output, with a progress bar in a terminal; `quiet` prints nothing."""
 
     def __init__(self, quiet: bool = False) -> None:
-        self._rich = RichConsole(highlight=False, soft_wrap=True, quiet=quiet, emoji=False)
+        # in a notebook too lines are text on standard output: rich would make an HTML block of each
+        self._rich = RichConsole(highlight=False, soft_wrap=True, quiet=quiet, emoji=False, force_jupyter=False)
         self._said: set[str] = set()
 
     def __enter__(self) -> Console:
