@@ -11,7 +11,7 @@ SGLANG_VENV ?= .venv-sglang
 OLD_VENV ?= .venv-transformers4
 SGLANG_CPU = PYTHONPATH='$(CURDIR)/tests/sglang_cpu' SGLANG_USE_CPU_ENGINE=1 TORCHDYNAMO_DISABLE=1 OMP_NUM_THREADS=1 MALLOC_MMAP_THRESHOLD_=262144
 
-.PHONY: reverse test test-slow test-all test-gpu bench-gpu check lint types doctor docs clean sglang-cpu test-sglang bench-engines
+.PHONY: reverse test test-slow test-all test-gpu bench-gpu check lint types doctor docs clean environments sglang-cpu test-sglang bench-engines
 
 reverse: $(VENV)/installed  ## Train the embedded model to reverse sentences: about a minute without a GPU.
 	$(RUN) -m hybrid_rl.run +recipe=reverse $(ARGS)
@@ -44,6 +44,8 @@ lint: $(VENV)/installed docs
 types: $(VENV)/installed
 	$(RUN) -m mypy
 
+environments: $(VENV)/installed $(OLD_VENV)/installed $(SGLANG_VENV)/installed  ## All that the tests need; make -j 2 makes two at a time.
+
 docs: $(VENV)/installed  ## The documentation as a site, in site/; a broken link or a page that the navigation lacks is an error. Seconds.
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
@@ -53,7 +55,7 @@ doctor: $(VENV)/installed  ## What this machine can run, and why not the rest.
 sglang-cpu: $(SGLANG_VENV)/installed  ## SGLang for tests on a machine without a GPU: 2 GB, a few minutes.
 
 test-sglang: $(SGLANG_VENV)/installed  ## The engine contract, handovers, deaths, hangs and ranks with the real SGLang, on the CPU: minutes.
-	$(SGLANG_CPU) $(SGLANG_VENV)/bin/python -m pytest tests/engine/sglang $(ARGS)
+	$(SGLANG_CPU) $(SGLANG_VENV)/bin/python -m pytest -n 2 --dist loadfile tests/engine/sglang $(ARGS)
 
 bench-engines: $(SGLANG_VENV)/installed  ## local and SGLang side by side, on the CPU.
 	$(SGLANG_CPU) $(SGLANG_VENV)/bin/python benchmarks/engines.py $(ARGS)
@@ -77,5 +79,6 @@ $(SGLANG_VENV)/installed: pyproject.toml tests/sglang_cpu/requirements.txt
 	$(PYTHON) -m venv $(SGLANG_VENV)
 	$(SGLANG_VENV)/bin/pip install --quiet torch==2.13.0
 	$(SGLANG_VENV)/bin/pip install --quiet -r tests/sglang_cpu/requirements.txt
-	$(SGLANG_VENV)/bin/pip install --quiet --no-deps sglang==0.5.23 xgrammar==0.2.7 -e .
+	$(SGLANG_VENV)/bin/pip install --quiet --no-deps sglang==0.5.23 xgrammar==0.2.7
+	echo '$(CURDIR)' > "$$($(SGLANG_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/hybrid_rl.pth"
 	touch $@

@@ -6,9 +6,12 @@ must be reported before anything heavy loads.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
-from typing import Any, Optional
+from typing import Any, Optional, cast
+
+from omegaconf import OmegaConf
 
 
 class ConfigError(ValueError):
@@ -284,6 +287,30 @@ class RolloutConfig:
 
 
 @dataclass
+class DataConfig:
+    """The keys of `data` that are not arguments of its function: docs/data.md."""
+
+    # variables of the model's chat template, like {enable_thinking: false}
+    template_arguments: dict[str, Any] = field(default_factory=dict)
+    # share of the RL draws by source, in any unit, like {maths: 3, code: 1}; {}: all tasks are one pool
+    weights: dict[str, float] = field(default_factory=dict)
+    # _target_: an order of RL's tasks, see hybrid_rl/data/curriculum.py; {}: each task once an epoch
+    curriculum: dict[str, Any] = field(default_factory=dict)
+
+
+def data_config(data: Mapping[Any, Any]) -> DataConfig:
+    """Return the keys of `data` that are the run's own. Raises OmegaConfBaseException for a value of another type."""
+    own = {key: data[key] for key in (f.name for f in fields(DataConfig)) if data.get(key) is not None}
+    return cast(DataConfig, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(DataConfig), own)))
+
+
+def loader(data: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return the other keys of `data`: the function that loads the tasks, and its arguments."""
+    own = [f.name for f in fields(DataConfig)]
+    return {key: value for key, value in data.items() if key not in own}
+
+
+@dataclass
 class SftConfig:
     """The SFT stage."""
 
@@ -418,9 +445,9 @@ class Config:
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     handover: HandoverConfig = field(default_factory=HandoverConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    # _target_: a function that returns hybrid_rl.data.TaskSets; the other keys are its arguments, except
-    # template_arguments: variables of the model's chat template, like {enable_thinking: false}
-    data: dict[str, Any] = field(default_factory=lambda: {"template_arguments": {}})
+    # _target_: a function that returns hybrid_rl.data.TaskSets; the other keys are its arguments, except those of
+    # DataConfig
+    data: dict[str, Any] = field(default_factory=lambda: asdict(DataConfig()))
     # _target_: a function (completion, task) → reward, or several by name with their weights: docs/rewards.md
     reward: dict[str, Any] = field(default_factory=dict)
     sft: SftConfig = field(default_factory=SftConfig)

@@ -209,7 +209,7 @@ NVIDIA = Path("/proc/driver/nvidia/version")
 
 
 def _driver() -> str | None:
-    """Return the version of NVIDIA's driver, or None where there is none to read."""
+    """Return the version of NVIDIA's driver, or None if there is none to read."""
     words = NVIDIA.read_text().split() if NVIDIA.is_file() else []
     return next((word for word in words if word.count(".") >= 1 and word.replace(".", "").isdecimal()), None)
 
@@ -245,7 +245,7 @@ def main() -> int:
         print("  ranks          " + ("one for each GPU" if gpu else f"1, or several on its {cores()} cores (ranks=N)"))
         print(
             "  models         the embedded tiny Qwen3; any full-attention causal LM folder of transformers "
-            "(preset=qwen3 model.path=…)"
+            "(preset=qwen3 model.path=…; preset=smollm2: python -m hybrid_rl.smollm2)"
         )
     return 0 if needed else 1
 

@@ -11,16 +11,17 @@ import torch
 
 from hybrid_rl.algo.contract import check_parts
 from hybrid_rl.algo.declared import removed_signal
-from hybrid_rl.config import Config
-from hybrid_rl.data import load_task_sets, template_arguments
-from hybrid_rl.data.render import check_prompts, demonstration
+from hybrid_rl.config import Config, data_config
+from hybrid_rl.data import load_task_sets
+from hybrid_rl.data.prepare import prepare
+from hybrid_rl.data.render import demonstration
 from hybrid_rl.data.template import fix_template
 from hybrid_rl.engine.make import ENGINES, choose_engine
 from hybrid_rl.machine import machine
 from hybrid_rl.model_folder.tokenizer import read_tokenizer
 from hybrid_rl.policy import tiny
 from hybrid_rl.policy.defaults import described, settled
-from hybrid_rl.policy.layout import first_fit_decreasing
+from hybrid_rl.policy.layout import best_fit_decreasing
 from hybrid_rl.policy.model import pick_device
 from hybrid_rl.preflight.budget import (
     Sizes,
@@ -57,15 +58,8 @@ def print_plan(config: Config, folder: Path, console: Console, ranks: Ranks) -> 
         sizes = measure(config, config.model.path or temporary)
     config = settled(config, sizes.model, device)
     now = read_clock(Path(config.resume)) if (Path(config.resume) / FILE).exists() else datetime.now()
-    fix_template(tokenizer, template_arguments(config.data), now)
-    checked = check_prompts(
-        tasks,
-        tokenizer,
-        sizes.model.get_text_config().vocab_size,
-        max_tokens=r.max_prompt_tokens,
-        row_tokens=config.policy.row_tokens,
-        sft=bool(config.sft.steps),
-    )
+    fix_template(tokenizer, data_config(config.data).template_arguments, now)
+    checked = prepare(config, tasks, tokenizer, sizes.model.get_text_config().vocab_size)
     lengths = check_lengths(config, sizes, checked.longest)
     prompts = [*checked.lengths["rl"], *checked.lengths["eval"]]
     scorer = Scorer(config.reward, 1, r.reward_timeout, r.reward_start_timeout)
@@ -124,7 +118,7 @@ def _batch_line(label: str, config: Config, prompt: float, completion: float) ->
     """Return a line on how many rows the rollouts of a step fill, if all completions have `completion` tokens."""
     r, row = config.rollout, config.policy.row_tokens
     sample = round(prompt + completion)
-    rows = len(first_fit_decreasing([sample] * r.batch_size, row))
+    rows = len(best_fit_decreasing([sample] * r.batch_size, row))
     groups = r.batch_size // r.group_size
     tree = round(groups * prompt + r.batch_size * completion)
     return (

@@ -46,7 +46,7 @@ def train_rl(s: Session) -> None:
                 evaluate(s, "step", step - 1)
         with phases("rollout"), s.console.progress(f"step {step}: sampling", s.config.rollout.batch_size) as advance:
             before = replace(handover.engine.stats)
-            batch = collector.collect(advance)
+            batch = collector.collect(step, advance)
         with phases("sleep"):
             handover.to_trainer(optimizer)
         with phases("update"):

@@ -1,4 +1,7 @@
-"""Hold what the stages of one run share, and build it. Every rank has a session; only rank 0 writes files and prints."""
+"""Hold what the stages of one run share, and build it.
+
+Every rank has a session; only rank 0 writes files and prints.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,10 @@ import torch
 from omegaconf import OmegaConf
 
 from hybrid_rl.algo.contract import check_parts
-from hybrid_rl.config import Config
-from hybrid_rl.data import TaskSets, load_task_sets, template_arguments
-from hybrid_rl.data.render import Checked, check_prompts
+from hybrid_rl.config import Config, data_config
+from hybrid_rl.data import TaskSets, load_task_sets
+from hybrid_rl.data.prepare import prepare
+from hybrid_rl.data.render import Checked
 from hybrid_rl.data.template import fix_template
 from hybrid_rl.engine.base import KV_CACHE, WEIGHTS, Engine
 from hybrid_rl.engine.make import Sampled, make_engine
@@ -123,7 +127,7 @@ def build(start: Start) -> Session:
         start.notes.extend(ranks.on_all(lambda: start.scorer.check([*tasks.rl, *tasks.eval])))
     torch.manual_seed(config.seed)  # adapters begin at random
     policy = Policy.load(model_folder, device, config.policy, ranks)
-    fix_template(policy.tokenizer, template_arguments(config.data), now)
+    fix_template(policy.tokenizer, data_config(config.data).template_arguments, now)
     threads = 1 if policy.parameter_count() < TINY_PARAMETERS else max(1, cores() // ranks.local_world)
     torch.set_num_threads(config.threads or threads)
     ranks.from_main(lambda: (folder / "rollouts").mkdir(parents=True, exist_ok=True))
@@ -184,15 +188,8 @@ def _load_tasks(start: Start) -> tuple[TaskSets, dict[str, str]]:
 def _check_prompts(tasks: TaskSets, model_folder: Path, config: Config, now: datetime) -> Checked:
     """Check, before the model loads, that each task can be rendered and fits."""
     vocabulary = read_config(model_folder).get_text_config().vocab_size
-    tokenizer = fix_template(read_tokenizer(model_folder), template_arguments(config.data), now)
-    return check_prompts(
-        tasks,
-        tokenizer,
-        vocabulary,
-        max_tokens=config.rollout.max_prompt_tokens,
-        row_tokens=config.policy.row_tokens,
-        sft=bool(config.sft.steps),
-    )
+    tokenizer = fix_template(read_tokenizer(model_folder), data_config(config.data).template_arguments, now)
+    return prepare(config, tasks, tokenizer, vocabulary)
 
 
 def _make_tiny(folder: Path, config: Config) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from hybrid_rl.data.curriculum import Growing
 from hybrid_rl.data.render import demonstration
-from hybrid_rl.data.sampler import Sampler
 from hybrid_rl.engine.base import request_seed
 from hybrid_rl.policy.optimizer import make_optimizer
 from hybrid_rl.policy.update import imitate
@@ -24,19 +24,19 @@ def train_sft(s: Session) -> None:
     config, policy = s.config.sft, s.policy
     optimizer = make_optimizer(policy, config.optimizer, config.steps)
     examples = [demonstration(task, policy.tokenizer, s.config.rollout.max_prompt_tokens) for task in s.tasks.sft]
-    curriculum = Curriculum(examples, config.curriculum * config.steps, s.data_seed)
+    curriculum = by_length(examples, config.curriculum * config.steps, s.data_seed)
     bad_batches = BadBatches(s.folder, s.config, s.progress, s.console.say)
     start, window = s.resumed_step("sft"), list[dict[str, float]]()
     if s.resumed and start:
         s.resumed.restore_optimizer(optimizer)
-        s.resumed.restore("sampler", curriculum.sampler.restore)
+        s.resumed.restore("sampler", curriculum.restore)
         s.resumed.restore("window", window.extend)
     say_every = LOG_EVERY * max(1, round(config.steps / LOG_EVERY / 10))  # about ten lines a stage
     since = time.perf_counter()
     with s.progress.clock.timed("sft"), s.console.progress("SFT", config.steps) as advance:
         for step in range(start + 1, config.steps + 1):
             seed_all(request_seed(s.config.seed, "sft", step))
-            batch = curriculum.draw(config.batch_size, step)
+            batch = [examples[i] for i in curriculum.draw(config.batch_size, step)]
             done = imitate(policy, optimizer, batch, config.label_smoothing)
             window.append(done.numbers)
             if done.fault:
@@ -62,30 +62,20 @@ def train_sft(s: Session) -> None:
                 break
             stopping = s.stop_asked()
             if stopping or (config.checkpoint_every and step % config.checkpoint_every == 0):
-                s.saver.save("sft", step, optimizer, sampler=curriculum.sampler.state(), window=window)
+                s.saver.save("sft", step, optimizer, sampler=curriculum.state(), window=window)
             if stopping:
                 s.stop(stopping, f"step {step} of {config.steps} of SFT is done and saved")
     s.saver.publish()
 
 
-class Curriculum:
-    """Draw examples in a seeded order without replacement; during the first `ramp` steps only short ones.
+def by_length(examples: Sequence[Rollout], ramp: float, seed: int) -> Growing:
+    """Return a seeded order of the examples without replacement, of short ones alone during the first `ramp` steps.
 
     The allowed length grows linearly from the shortest example's to the longest's. A tiny model that sees short
     examples first learns the rule with every seed; without them some seeds never do.
     """
-
-    def __init__(self, examples: Sequence[Rollout], ramp: float, seed: int):
-        self.examples, self.ramp = examples, ramp
-        self.sampler = Sampler(len(examples), seed)
-        lengths = [len(e.token_ids) for e in examples]
-        self.shortest, self.longest = min(lengths), max(lengths)
-
-    def draw(self, count: int, step: int) -> list[Rollout]:
-        """Return the examples of step 1, 2, …; the order passes over those that are still too long."""
-        share = min(1.0, step / self.ramp) if self.ramp else 1.0
-        limit = self.shortest + share * (self.longest - self.shortest)
-        drawn: list[Rollout] = []
-        while len(drawn) < count:
-            drawn += [e for e in (self.examples[i] for i in self.sampler.draw(count)) if len(e.token_ids) <= limit]
-        return drawn[:count]
+    lengths = [len(e.token_ids) for e in examples]
+    shortest, longest = min(lengths), max(lengths)
+    return Growing(
+        lengths, lambda step: shortest + (min(1.0, step / ramp) if ramp else 1.0) * (longest - shortest), seed
+    )

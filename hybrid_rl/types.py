@@ -1,16 +1,19 @@
 """The records passed between the parts of hybrid_rl: Task → Rollout → Group → PackedBatch.
 
-Each record checks its invariants when it is created, so that an error appears in the part that made it. This module
-imports neither torch nor transformers, so that reward workers start fast.
+Each record checks its invariants when it is created, so that an error appears in the part that made it. Tokens are numpy
+arrays: a number takes 4 bytes instead of 32, ranks exchange and files take them as they are, and this module imports
+neither torch nor transformers, so that reward workers start fast.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,19 +55,19 @@ class Task:
 class Rollout:
     """An append-only buffer of token ids: the prompt, then sampled and observed segments.
 
-    `token_ids`, `loss_mask` and `logprobs` have one entry per token. `loss_mask` is true exactly on sampled tokens;
-    `logprobs` holds the engine's log-probability there (nats, at the sampling temperature) and 0.0 elsewhere.
-    `versions` run-length encodes the policy version of the sampled tokens, in order.
+    `token_ids` [T] int32, `loss_mask` [T] bool and `logprobs` [T] float32 have one entry per token. `loss_mask` is true
+    exactly on sampled tokens; `logprobs` holds the engine's log-probability there (nats, at the sampling temperature)
+    and 0.0 elsewhere. `versions` run-length encodes the policy version of the sampled tokens, in order.
     """
 
     task_id: str
     group_id: int
     index: int  # position inside the group
     seed: int
-    token_ids: list[int]
+    token_ids: np.ndarray  # or a sequence of integers, which is copied
     prompt_length: int = field(init=False)
-    loss_mask: list[bool] = field(init=False)
-    logprobs: list[float] = field(init=False)
+    loss_mask: np.ndarray = field(init=False)
+    logprobs: np.ndarray = field(init=False)
     versions: list[tuple[int, int]] = field(init=False, default_factory=list)
     finish_reason: FinishReason | None = None
     completion: str = ""
@@ -77,11 +80,18 @@ class Rollout:
     fault: str | None = None  # the kind of the error, as it is counted
 
     def __post_init__(self) -> None:
-        if not self.token_ids:
+        if not len(self.token_ids):
             raise ValueError(f"task {self.task_id}: the prompt has no tokens")
+        self.token_ids = np.array(self.token_ids, np.int32)
         self.prompt_length = len(self.token_ids)
-        self.loss_mask = [False] * self.prompt_length
-        self.logprobs = [0.0] * self.prompt_length
+        self.loss_mask = np.zeros(self.prompt_length, bool)
+        self.logprobs = np.zeros(self.prompt_length, np.float32)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Rollout):
+            return NotImplemented
+        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        return all(np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b for a, b in pairs)
 
     @property
     def sampled(self) -> int:
@@ -99,24 +109,28 @@ class Rollout:
                 f"task {self.task_id}: {len(token_ids)} token ids, {len(logprobs)} log-probabilities, "
                 f"version segments {versions}"
             )
-        if any(not (-math.inf < lp <= 1e-4) for lp in logprobs):  # also true for NaN
-            place = next(i for i, lp in enumerate(logprobs) if not -math.inf < lp <= 1e-4)
+        with np.errstate(over="ignore"):  # beyond float32 is −inf
+            found = np.asarray(logprobs, np.float32)
+        usable = (found > -np.inf) & (found <= 1e-4)  # not true for NaN
+        if not usable.all():
+            place = int(usable.argmin())
             raise ValueError(
                 f"task {self.task_id}: a log-probability is not a finite number of at most 0, but {logprobs[place]} "
                 f"(token {len(self.token_ids) + place})"
             )
         if any(count < 0 for _, count in versions):
             raise ValueError(f"task {self.task_id}: version segments {versions} have a negative count")
-        self.token_ids.extend(token_ids)
-        self.logprobs.extend(logprobs)
-        self.loss_mask.extend([True] * len(token_ids))
+        self._extend(token_ids, found, True)
         self.versions.extend((int(version), int(count)) for version, count in versions if count)
 
     def add_observed(self, token_ids: Sequence[int]) -> None:
         """Append tokens that the policy did not sample (a tool's result, a user turn); the loss ignores them."""
-        self.token_ids.extend(token_ids)
-        self.logprobs.extend([0.0] * len(token_ids))
-        self.loss_mask.extend([False] * len(token_ids))
+        self._extend(token_ids, np.zeros(len(token_ids), np.float32), False)
+
+    def _extend(self, token_ids: Sequence[int], logprobs: np.ndarray, sampled: bool) -> None:
+        self.token_ids = np.concatenate([self.token_ids, np.asarray(token_ids, np.int32)])
+        self.logprobs = np.concatenate([self.logprobs, logprobs])
+        self.loss_mask = np.concatenate([self.loss_mask, np.full(len(token_ids), sampled)])
 
     def finish(self, reason: FinishReason, completion: str) -> None:
         """Record why sampling ended, and the text. Raises ValueError for an unknown reason."""

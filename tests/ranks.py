@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid_rl.processes.ranks import BACKENDS, Ranks
+from tests import forked
 from tests.device import DEVICE, ON_GPU
 
 TIMEOUT = (
@@ -28,11 +29,7 @@ TIMEOUT = (
 )
 
 # a process that was forked from one in which a library has looked for GPUs could not use them
-context: Any = multiprocessing.get_context("spawn" if ON_GPU else "forkserver")
-if not ON_GPU:
-    context.set_forkserver_preload(
-        ["torch", "torch.distributed.fsdp", "transformers", "peft", "tests.conftest", "tests.ranks"]
-    )
+context: Any = multiprocessing.get_context("spawn") if ON_GPU else forked.context
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -51,7 +52,7 @@ def batch(seed: int = 0, near: Policy | None = None) -> Batch:
         noise = 0.1 * torch.randn(len(own), generator=torch.Generator().manual_seed(seed))
         recorded = iter((own + noise).clamp(max=0).tolist())
         for r in made:
-            r.logprobs = [next(recorded) if m else 0.0 for m in r.loss_mask]
+            r.logprobs = np.array([next(recorded) if m else 0.0 for m in r.loss_mask], np.float32)
     for r, reward in zip(made, REWARDS, strict=True):
         r.finish("stop", "")
         r.score(reward, {"reward": reward})
@@ -212,9 +213,7 @@ def test_corrections_multiply_and_drop_together(learning, policy):
     """tis caps the weight of a token; seq_mask drops whole rollouts, from the denominator too. Old log-probabilities
     are the trainer's."""
     b = batch(near=policy)
-    b.rollouts[2].logprobs = [
-        lp - 1.0 if m else 0.0 for lp, m in zip(b.rollouts[2].logprobs, b.rollouts[2].loss_mask, strict=True)
-    ]
+    b.rollouts[2].logprobs = b.rollouts[2].logprobs - b.rollouts[2].loss_mask.astype(np.float32)
     own = score(policy, b.rollouts, 1.0)
     behaviour = torch.tensor([lp for r in b.rollouts for lp, m in zip(r.logprobs, r.loss_mask, strict=True) if m])
     ratios = [w.tolist() for w in (own - behaviour).exp().split(lengths(b))]

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hybrid_rl.run_folder.files import alone_in
 from hybrid_rl.run_folder.rollouts import read_rollouts
+from tests.forked import Forked
 
 SMALL = [
     "+recipe=reverse", "sft.steps=20", "sft.checkpoint_every=8", "rl.steps=6", "rl.checkpoint_every=2", "rl.eval_every=4",
@@ -33,17 +34,28 @@ ENVIRONMENT = {
 TIMES = {"seconds", "memory", "memory_gib", "memory_reserved_gib", "memory_device_gib", "tokens_per_second"}
 
 
-def start(folder: Path, *overrides: str) -> subprocess.Popen:
+def start(folder: Path, *overrides: str, fresh: bool = False) -> subprocess.Popen | Forked:
+    """Start a small run in `folder`, in a new interpreter if `fresh`."""
+    if not fresh:
+        return Forked("hybrid_rl.run", [*SMALL, *overrides], folder, ENVIRONMENT)
     command = [sys.executable, "-m", "hybrid_rl.run", *SMALL, *overrides]
     return subprocess.Popen(
         command, cwd=folder, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
 
 
-def run(folder: Path, *overrides: str, code: int = 0) -> str:
-    process = start(folder, *overrides)
+def run(folder: Path, *overrides: str, code: int = 0, fresh: bool = False) -> str:
+    process = start(folder, *overrides, fresh=fresh)
     output, _ = process.communicate(timeout=240)
     assert process.returncode == code, output
+    return output
+
+
+def command(folder: Path, *arguments: str, module: str = "hybrid_rl.run") -> str:
+    """Return what a command prints that reaches its end."""
+    process = Forked(module, arguments, folder, ENVIRONMENT)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
     return output
 
 
@@ -65,7 +77,7 @@ def rollouts(folder: Path) -> dict[str, list[dict]]:
 def whole(tmp_path_factory) -> tuple[Path, str]:
     """A run that nothing interrupted, and what it printed."""
     folder = tmp_path_factory.mktemp("whole")
-    return folder, run(folder)
+    return folder, run(folder, fresh=True)
 
 
 def test_what_a_user_reads(whole):
@@ -196,10 +208,7 @@ def test_two_processes_never_share_a_folder(whole, tmp_path):
 
 
 def test_a_dry_run_shows_the_plan_and_leaves_nothing(tmp_path):
-    output = subprocess.run(
-        [sys.executable, "-m", "hybrid_rl.run", "+recipe=reverse", "dry_run=true"],
-        cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=True, timeout=120,
-    ).stdout  # fmt: skip
+    output = command(tmp_path, "+recipe=reverse", "dry_run=true")
     assert "ranks      1" in output
     assert "8 tasks × 16 = 128 rollouts" in output
     assert "rows of 2,048" in output
@@ -221,10 +230,7 @@ def test_errors_end_in_one_line(tmp_path):
 def test_the_folder_alone_says_how_to_go_on(whole, tmp_path):
     """No recipe and no override is repeated; what the run was started with is kept."""
     folder = copied(whole, tmp_path)
-    command = [sys.executable, "-m", "hybrid_rl.run", f"resume={folder}", "rl.steps=7"]
-    output = subprocess.run(
-        command, cwd=tmp_path.parent, env=ENVIRONMENT, capture_output=True, text=True, check=True, timeout=240
-    ).stdout
+    output = command(tmp_path.parent, f"resume={folder}", "rl.steps=7")
     assert "note:    changed since it was started: rl.steps: 6 → 7\n" in output
     assert output.count("changed since") == 1
     assert "step 7/7" in output
@@ -233,10 +239,7 @@ def test_the_folder_alone_says_how_to_go_on(whole, tmp_path):
 def test_a_finished_model_is_evaluated_again(whole, tmp_path):
     """Nothing is trained, saved or exported, and the line does not call it the base model; rewards are those of the run's own evaluation."""
     model = run_folder(whole[0]) / "final"
-    command = [sys.executable, "-m", "hybrid_rl.evaluate", *SMALL, f"model.path={model}"]
-    output = subprocess.run(
-        command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=True, timeout=240
-    ).stdout
+    output = command(tmp_path, *SMALL, f"model.path={model}", module="hybrid_rl.evaluate")
     lines = [line for line in output.splitlines() if line.startswith("evaluation")]
     (before,) = [line for line in whole[1].splitlines() if line.startswith("evaluation of the model after RL")]
     assert lines[0] == before.replace("the model after RL", "the model")
@@ -289,8 +292,10 @@ def test_a_sweep_s_exit_code_is_that_of_its_jobs(tmp_path, launcher):
     output = run(tmp_path, *jobs, "data.eval_tasks=0,2", code=1)
     assert output.count("the eval set has 0 tasks") == 1
     assert output.count("evaluation reward:") == 1
-    if launcher == "joblib":  # the basic one's 0 is another test's
-        assert run(tmp_path, *jobs, "seed=0,1", code=0).count("evaluation reward:") == 2
+    if launcher == "joblib":
+        assert run(tmp_path, *jobs, "seed=3,4", "hydra.sweep.dir=two", code=0).count("evaluation reward:") == 2
+        seeds = [json.loads(p.read_text())["seed"] for p in sorted(tmp_path.glob("two/*/summary.json"))]
+        assert seeds == [3, 4]
 
 
 @pytest.mark.slow
@@ -312,13 +317,6 @@ def test_a_signal_ends_a_sweep_and_every_job_saves(tmp_path, launcher):
     assert process.returncode == 143
     assert rest.count("of RL is done and saved") == 1 + len(parallel)
     assert "".join(lines).count("sweep job") + rest.count("sweep job") == 1 + len(parallel)
-
-
-def test_a_sweep_runs_each_job_in_a_folder_of_its_own(tmp_path):
-    output = run(tmp_path, "-m", "seed=3,4", "rl.steps=1", "sft.steps=0")
-    assert output.count("evaluation reward:") == 2
-    seeds = [json.loads(p.read_text())["seed"] for p in sorted(tmp_path.glob("outputs/reverse/sweep_*/*/summary.json"))]
-    assert seeds == [3, 4]
 
 
 def test_doctor_names_what_can_run():

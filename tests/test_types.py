@@ -1,5 +1,8 @@
 import math
+import pickle
+import re
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -34,12 +37,17 @@ def test_task_refuses_messages_that_are_not_role_and_content(messages: tuple) ->
         Task("t", messages, "answer")
 
 
+def tokens_of(r: Rollout) -> tuple[list[int], list[bool], list[float]]:
+    assert (r.token_ids.dtype, r.loss_mask.dtype, r.logprobs.dtype) == (np.int32, bool, np.float32)
+    return r.token_ids.tolist(), r.loss_mask.tolist(), r.logprobs.tolist()
+
+
 # ---- Rollout ----------------------------------------------------------------------------------------------------------
 
 
 def test_rollout_starts_as_its_prompt() -> None:
     r = rollout()
-    assert (r.prompt_length, r.sampled, r.loss_mask, r.logprobs, r.versions) == (3, 0, [False] * 3, [0.0] * 3, [])
+    assert (*tokens_of(r), r.prompt_length, r.sampled, r.versions) == ([1, 2, 3], [False] * 3, [0.0] * 3, 3, 0, [])
     with pytest.raises(ValueError, match="prompt"):
         Rollout("t", 0, 0, 0, [])
 
@@ -48,7 +56,7 @@ segment = st.one_of(
     st.tuples(st.just("observed"), st.lists(st.integers(0, 99), max_size=5)),
     st.tuples(
         st.just("sampled"),
-        st.lists(st.tuples(st.integers(0, 99), st.floats(-30, 0)), max_size=5).flatmap(
+        st.lists(st.tuples(st.integers(0, 99), st.floats(-30, 0, width=32)), max_size=5).flatmap(
             lambda tokens: st.tuples(st.just(tokens), st.integers(0, len(tokens)), st.integers(0, 3))
         ),
     ),
@@ -69,7 +77,7 @@ def test_rollout_only_grows_and_keeps_its_lengths(prompt: list[int], segments: l
             r.add_sampled([t for t, _ in tokens], [lp for _, lp in tokens], [(version, old), (version + 1, new)])
             ids, mask = ids + [t for t, _ in tokens], mask + [True] * len(tokens)
             logprobs, versions = logprobs + [lp for _, lp in tokens], versions + [version] * old + [version + 1] * new
-        assert (r.token_ids, r.loss_mask, r.logprobs) == (ids, mask, logprobs)
+        assert tokens_of(r) == (ids, mask, logprobs)
     assert r.prompt_length == len(prompt)
     assert r.sampled == sum(mask) == len(versions)
     assert [v for v, n in r.versions for _ in range(n)] == versions
@@ -90,15 +98,15 @@ def test_rollout_refuses_facts_that_disagree_and_stays_as_it_was(ids: list, logp
     r = rollout()
     with pytest.raises(ValueError, match="task t"):
         r.add_sampled(ids, logprobs, versions)
-    assert (r.token_ids, r.logprobs, r.loss_mask, r.versions) == ([1, 2, 3], [0.0] * 3, [False] * 3, [])
+    assert r == rollout()
 
 
-@pytest.mark.parametrize("bad", [math.nan, 0.5, math.inf])
+@pytest.mark.parametrize("bad", [math.nan, 0.5, math.inf, -math.inf, -1e39])  # the last is −∞ in float32
 def test_rollout_refuses_a_logprob_that_is_none(bad: float) -> None:
     r = rollout()
-    with pytest.raises(ValueError, match="log-probability"):
+    with pytest.raises(ValueError, match=rf"log-probability .* but {re.escape(str(bad))} \(token 4\)"):
         r.add_sampled([5, 6], [-1.0, bad], [(0, 2)])
-    assert r.token_ids == [1, 2, 3]
+    assert r == rollout()
 
 
 def test_end_token_keeps_its_mask_where_padding_is_the_same_token() -> None:
@@ -106,8 +114,25 @@ def test_end_token_keeps_its_mask_where_padding_is_the_same_token() -> None:
     r = rollout()
     r.add_sampled([9, end], [-0.1, -0.2], [(0, 2)])
     r.add_observed([pad])
-    assert r.token_ids == [1, 2, 3, 9, 3, 3]
-    assert r.loss_mask == [False, False, False, True, True, False]
+    assert tokens_of(r)[:2] == ([1, 2, 3, 9, 3, 3], [False, False, False, True, True, False])
+
+
+def test_rollouts_are_equal_if_every_fact_is() -> None:
+    assert rollout() != 1
+    changes: list[tuple] = [("add_sampled", [4], [-0.5], [(0, 1)]), ("add_observed", [4]), ("score", 1.0, {})]
+    for name, *facts in changes:
+        one, other = rollout(), rollout()
+        getattr(one, name)(*facts)
+        assert one != other
+        getattr(other, name)(*facts)
+        assert one == other
+
+
+def test_a_rollout_takes_9_bytes_for_a_token() -> None:
+    r = rollout()
+    r.add_sampled(range(10_000), [-1.0] * 10_000, [(0, 10_000)])
+    assert len(pickle.dumps(r)) < 9 * 10_003 + 1000  # as ranks exchange it
+    assert pickle.loads(pickle.dumps(r)) == r  # noqa: S301
 
 
 def test_finish_and_score_record_and_refuse() -> None:

@@ -52,7 +52,7 @@ class Spans:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """`function` is None where the kernel cannot be loaded, and `problem` says why.
+    """`function` is None if the kernel cannot be loaded, and `problem` says why.
 
     `arguments` translates what a layer asks into the function's keywords; `softcap` tells whether it knows one.
     """
@@ -83,7 +83,7 @@ def _window(how: LayerAttention) -> tuple[int, int]:
 
 
 def load_torch() -> Kernel:
-    """Return torch's own kernel. It is deterministic where torch is asked to be."""
+    """Return torch's own kernel. It is deterministic if torch is asked to be."""
     function, problem, more = None, "", {}
     try:
         from torch.nn.attention.varlen import varlen_attn

@@ -1,21 +1,90 @@
 """Attention for group trees: a group's prompt is computed once and its completions are branches of it.
 
 A tree of G completions after a prompt of P tokens costs P + ΣC tokens in every linear layer instead of G·P + ΣC. Only
-attention places the prompt before each branch again, as keys and values that are already computed.
+attention places the prompt before each branch again. There are three ways, by device and lengths:
+
+- a fused kernel (GPU) takes queries as they lie, and gathered keys, in which each branch's follow its prompt's;
+- `Joined` (CPU, long samples) attends to prompt and branch apart, without a mask, and gathers no prompt;
+- `Masked` (everything else) gathers branches into padded tensors and hides keys by a mask: the fastest if samples are short.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from hybrid_rl.attention import kernels
 from hybrid_rl.attention.attend import Bands, LayerAttention, attention
+from hybrid_rl.attention.forest import Forest, padded, spread
+from hybrid_rl.attention.joined import Joined, joins
 
 BUCKET = 32  # branches of similar length that are padded to one length and attend together
+# The most keys of masks for a token of the row, on average. With more, `Joined` is faster (at 256 both took the same
+# time), and memory would grow with the square of the length.
+DENSE = 256
+
+
+class Trees:
+    """`trees` lists (prompt length, branch lengths); in the flat row [1, T] each prompt is followed by its branches.
+
+    Index tables are made when a layer first asks for them: a row that waits takes no more memory than its lengths.
+    """
+
+    def __init__(self, trees: Sequence[tuple[int, Sequence[int]]]):
+        self.forest = Forest(trees)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, how: LayerAttention) -> Tensor:
+        if kernel := kernels.fused(query, value, how):
+            q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
+            spans, at = self._samples
+            at = at.to(q.device)
+            return kernel(q, k[at], v[at], spans, how)[None]
+        within = how.window is None or how.window >= self.forest.longest
+        if within and self._dense > DENSE * self.forest.tokens and joins(query, value, how):
+            return self._joined.attend(query, key, value, how.scaling)
+        return self._masked.attend(query, key, value, how)
+
+    def to(self, device: object) -> Trees:
+        return self  # tables are made where the queries are
+
+    @cached_property
+    def _dense(self) -> int:
+        """Return how many keys the masks of `Masked` hold, over all queries, padding included."""
+        size, order = self.forest.branches[1], _by_length(self.forest)
+        buckets = (order[i : i + BUCKET] for i in range(0, len(order), BUCKET))
+        longest = int(self.forest.prompts[1].max())
+        masks = (len(b) * int(size[b].max()) * int(self.forest.sizes[b].max()) for b in buckets)
+        return longest * longest * len(self.forest.prompts[1]) + sum(masks)
+
+    @cached_property
+    def _joined(self) -> Joined:
+        return Joined(self.forest)
+
+    @cached_property
+    def _masked(self) -> Masked:
+        return Masked(self.forest)
+
+    @cached_property
+    def _samples(self) -> tuple[kernels.Spans, Tensor]:
+        """Return the samples of a fused kernel, prompts and branches as they lie, and the flat positions of their keys."""
+        f = self.forest
+        starts, queries = (np.concatenate(pair) for pair in zip(f.prompts, f.branches, strict=True))
+        tree = np.concatenate([np.arange(len(f.prompts[0])), f.tree])
+        before = np.concatenate([0 * f.prompts[1], f.sizes - f.branches[1]])  # tokens of the prompt before its own
+        order = np.lexsort((starts, tree))
+        order = order[queries[order] > 0]
+        parts = np.stack([f.prompts[0][tree], starts], 1)[order], np.stack([before, queries], 1)[order]
+        spans = kernels.Spans(queries[order].tolist(), (before + queries)[order].tolist())
+        return spans, torch.from_numpy(spread(*(part.ravel() for part in parts)))
+
+
+def _by_length(forest: Forest) -> np.ndarray:
+    return np.argsort(forest.branches[1], kind="stable")
 
 
 @dataclass(slots=True)
@@ -41,53 +110,30 @@ class _Bucket:
         return self._seen[window]
 
 
-class Trees:
-    """`trees` lists (prompt length, branch lengths); in the flat row [1, T] each prompt is followed by its branches.
+class Masked:
+    """Tokens gathered into padded tensors: prompts [N, P], and buckets of branches after their prompts.
 
-    A fused kernel takes the queries as they lie; prompts and branches are its samples, and before each branch's own keys lie
-    those of its prompt. Without a kernel, attention gathers tokens into padded tensors, prompts [N, P] and buckets of
-    branches, and brings the results back into the flat order. Padding exists only there, never in the linear layers.
+    Padding exists only here, never in the linear layers.
     """
 
-    def __init__(self, trees: list[tuple[int, list[int]]]):
-        prompts: list[Tensor] = []
-        branches: list[tuple[Tensor, Tensor]] = []  # flat positions of the prompt and of the branch
-        samples: list[
-            tuple[int, list[Tensor]]
-        ] = []  # for a fused kernel: number of queries, flat positions of the keys
-        start = 0
-        for length, sizes in trees:
-            prompts.append(torch.arange(start, start + length))
-            if length:
-                samples.append((length, [prompts[-1]]))
-            start += length
-            for size in filter(None, sizes):
-                branches.append((prompts[-1], torch.arange(start, start + size)))
-                samples.append((size, list(branches[-1])))
-                start += size
-        self.keys = torch.cat([positions for _, parts in samples for positions in parts])
-        self._spans = kernels.Spans([n for n, _ in samples], [sum(map(len, parts)) for _, parts in samples])
-        branches.sort(key=lambda pair: len(pair[1]))
-        chunks = [branches[i : i + BUCKET] for i in range(0, len(branches), BUCKET)]
-        self.prompts = pad_sequence(prompts, batch_first=True)
+    def __init__(self, forest: Forest):
+        self.prompts, own = padded(*forest.prompts)
         self._bands = Bands(self.prompts.shape[1])
-        self.buckets = [_bucket(chunk) for chunk in chunks]
+        self.buckets: list[_Bucket] = []
         # the place of each flat token's result in [prompts; buckets], laid end to end
-        self.order = torch.empty(start, dtype=torch.int64)
-        place = 0
-        tables = [
-            (self.prompts, prompts),
-            *((b.queries, [own for _, own in c]) for b, c in zip(self.buckets, chunks, strict=True)),
-        ]
-        for padded, rows in tables:
-            for row, positions in enumerate(rows):
-                self.order[positions] = place + row * padded.shape[1] + torch.arange(len(positions))
-            place += padded.numel()
+        self.order = torch.empty(forest.tokens, dtype=torch.int64)
+        self.order[self.prompts[own]] = own.flatten().nonzero()[:, 0]
+        place = own.numel()
+        order = _by_length(forest)
+        for i in range(0, len(order), BUCKET):
+            bucket, own = _bucket(forest, order[i : i + BUCKET])
+            self.order[bucket.queries[own]] = place + own.flatten().nonzero()[:, 0]
+            place += own.numel()
+            self.buckets.append(bucket)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, how: LayerAttention) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, how: LayerAttention) -> Tensor:
+        self._move(query.device)
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
-        if kernel := kernels.fused(query, value, how):
-            return kernel(q, k[self.keys], v[self.keys], self._spans, how)[None]
         own, keys, values = (x[self.prompts].transpose(1, 2) for x in (q, k, v))
         band = self._bands.of(self.prompts.shape[1], how.window, q.device)
         results = [attention(own, keys, values, how, band)]  # right padding: causality hides it
@@ -97,23 +143,28 @@ class Trees:
             results.append(attention(own, keys, values, how, bucket.seen(how.window)))
         return torch.cat([r.transpose(1, 2).flatten(0, 1) for r in results])[self.order][None]
 
-    def to(self, device: object) -> Trees:
+    def _move(self, device: torch.device) -> None:
+        """Move the tables to the device, once."""
+        if self.order.device == device:
+            return
         for owner, name in [
             (self, "prompts"),
             (self, "order"),
-            (self, "keys"),
             *((b, n) for b in self.buckets for n in ("queries", "keys", "last")),
         ]:
             setattr(owner, name, getattr(owner, name).to(device))
-        return self
 
 
-def _bucket(branches: list[tuple[Tensor, Tensor]]) -> _Bucket:
-    queries = pad_sequence([branch for _, branch in branches], batch_first=True)
-    keys = pad_sequence([torch.cat(pair) for pair in branches], batch_first=True)
-    # token t of a branch is key P + t after its prompt; padding must see a key too, or its gradient would be 0 · NaN
-    last = (
-        torch.tensor([len(prompt) for prompt, _ in branches])[:, None, None, None]
-        + torch.arange(queries.shape[1])[:, None]
+def _bucket(forest: Forest, chosen: np.ndarray) -> tuple[_Bucket, Tensor]:
+    """Return the chosen branches as a bucket, and which of its queries are their own, [B, C]."""
+    queries, own = padded(forest.branches[0][chosen], forest.branches[1][chosen])
+    prompt, before = (x[forest.tree[chosen]] for x in forest.prompts)
+    starts, lengths = (
+        np.stack([prompt, forest.branches[0][chosen]], 1),
+        np.stack([before, forest.branches[1][chosen]], 1),
     )
-    return _Bucket(queries, keys, last.clamp(max=keys.shape[1] - 1))
+    keys, there = padded(0 * before, lengths.sum(1))
+    keys[there] = torch.from_numpy(spread(starts.ravel(), lengths.ravel()))
+    # token t of a branch is key P + t after its prompt; padding must see a key too, or its gradient would be 0 · NaN
+    last = torch.from_numpy(before)[:, None, None, None] + torch.arange(queries.shape[1])[:, None]
+    return _Bucket(queries, keys, last.clamp(max=keys.shape[1] - 1)), own

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rl.data.tasks import DataError, TaskSets
@@ -219,7 +220,7 @@ def demonstration(task: Task, tokenizer: PreTrainedTokenizerBase, max_tokens: in
     Raises DataError as `prompt_ids` does, and if there is no end token.
     """
     _check_end(tokenizer)
-    rollout = Rollout(task.id, group_id=0, index=0, seed=0, token_ids=prompt_ids(task, tokenizer, max_tokens))
+    rollout = Rollout(task.id, group_id=0, index=0, seed=0, token_ids=np.array(prompt_ids(task, tokenizer, max_tokens)))
     answer = tokenizer.encode(f"{task.demonstration}{closing(tokenizer)}", add_special_tokens=False)
     rollout.add_sampled(answer, [0.0] * len(answer), [(0, len(answer))])
     return rollout

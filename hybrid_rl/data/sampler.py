@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from hybrid_rl.types import Group
+
 
 class Sampler:
     """Indices 0…size−1 in a fresh random order each epoch. The state is (epoch, position); the order follows from the seed."""
@@ -17,8 +19,8 @@ class Sampler:
         self.epoch, self.position = 0, 0
         self._order = self._shuffled()
 
-    def draw(self, count: int) -> list[int]:
-        """The next `count` indices, going over into the next epoch where this one ends."""
+    def draw(self, count: int, step: int = 0) -> list[int]:
+        """Return the next `count` indices, going over into the next epoch when this one ends. The step does not matter."""
         drawn: list[int] = []
         while len(drawn) < count:
             if self.position == self.size:
@@ -28,6 +30,12 @@ class Sampler:
             drawn += self._order[self.position : self.position + take]
             self.position += take
         return drawn
+
+    def learn(self, place: int, group: Group) -> None:
+        """Learn nothing: the order does not depend on the policy."""
+
+    def numbers(self) -> dict[str, int]:
+        return {}
 
     def state(self) -> dict[str, int]:
         return {"size": self.size, "seed": self.seed, "epoch": self.epoch, "position": self.position}

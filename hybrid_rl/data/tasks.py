@@ -13,9 +13,8 @@ from typing import Any
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
+from hybrid_rl.config import loader
 from hybrid_rl.types import Task
-
-ARGUMENTS = "template_arguments"
 
 
 class DataError(ValueError):
@@ -85,21 +84,16 @@ def surrogates(text: str) -> bool:
     return False
 
 
-def template_arguments(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the variables of the chat template that the `data` section sets; all its other keys are its function's."""
-    return dict(config.get(ARGUMENTS) or {})
-
-
 def load_task_sets(config: dict[str, Any], *, rl_tasks: int, sft_tasks: int) -> TaskSets:
     """Call the recipe's loader. Raises DataError where it fails, and for a set smaller than what one step draws from it (0: set unused)."""
     try:
-        sets = instantiate({key: value for key, value in config.items() if key != ARGUMENTS}, _convert_="all")
+        sets = instantiate(loader(config), _convert_="all")
     except InstantiationException as error:
         cause = error.__cause__ or error
         raise (
             cause
             if isinstance(cause, DataError)
-            else DataError(f"data._target_={config['_target_']} failed: {_told(cause)}")
+            else DataError(f"data._target_={config['_target_']} failed: {told(cause)}")
         ) from error
     if not isinstance(sets, TaskSets):
         raise DataError(
@@ -119,7 +113,7 @@ def load_task_sets(config: dict[str, Any], *, rl_tasks: int, sft_tasks: int) -> 
     return sets
 
 
-def _told(error: BaseException) -> str:
+def told(error: BaseException) -> str:
     """A loader's own error in one line, with the place in the code that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = str(error).strip().splitlines() or [""]

@@ -1,4 +1,4 @@
-"""What suits a device where a setting leaves the choice open: dtype, layout, tokens of a row, logits held at a time.
+"""What suits a device if a setting leaves the choice open: dtype, layout, tokens of a row, logits held at a time.
 
 Larger rows and larger chunks of logits keep a GPU busy and cost memory, so both follow from its size. On a CPU they
 change little.

@@ -6,11 +6,14 @@ Whatever the layout, callers see the batch's sampled tokens as one vector [N], i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left, insort
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +23,7 @@ from hybrid_rl.processes.ranks import Ranks
 from hybrid_rl.types import PackedBatch, Rollout
 
 Layout = Literal["padded", "packed", "trees"]
+ROW_COST = 1 / 32  # what a row costs beside its tokens, as a share of a full one: trees are cut if that saves more
 
 
 @dataclass(slots=True)
@@ -34,49 +38,66 @@ class SampledTokens:
 
 
 def sampled_tokens(rollouts: Sequence[Rollout], device: Any = "cpu") -> SampledTokens:
-    logprobs = [lp for r in rollouts for lp, m in zip(r.logprobs, r.loss_mask, strict=True) if m]
-    index = [i for i, r in enumerate(rollouts) for m in r.loss_mask if m]
-    return SampledTokens(
-        torch.tensor(logprobs, dtype=torch.float32, device=device),
-        torch.tensor(index, dtype=torch.int64, device=device),
-    )
+    logprobs = [r.logprobs[r.loss_mask] for r in rollouts]
+    index = np.repeat(np.arange(len(rollouts)), [len(own) for own in logprobs])
+    return SampledTokens(torch.from_numpy(_joined(logprobs, np.float32)).to(device), torch.from_numpy(index).to(device))
 
 
-def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Return lists of item indices, one per bin of `capacity`: longest first, each into the first bin with space.
+def best_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    """Return lists of item indices, one per bin of `capacity`: longest first, each into the fullest bin with space.
 
     Raises ValueError for an item larger than a bin. Ties keep the given order, so that packing is reproducible.
     """
     bins: list[list[int]] = []
-    space: list[int] = []  # left in each bin
+    space: list[tuple[int, int]] = []  # what is left in each bin, and its number, ascending
     for item in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         if sizes[item] > capacity:
             raise ValueError(f"a sample of {sizes[item]} tokens does not fit a row of {capacity}")
-        target = next((b for b, free in enumerate(space) if free >= sizes[item]), None)
-        if target is None:
+        place = bisect_left(space, (sizes[item], 0))
+        free, target = space.pop(place) if place < len(space) else (capacity, len(bins))
+        if target == len(bins):
             bins.append([])
-            space.append(capacity)
-            target = len(bins) - 1
         bins[target].append(item)
-        space[target] -= sizes[item]
+        insort(space, (free - sizes[item], target))
     return bins
 
 
-def pack(rollouts: Sequence[Rollout], layout: Layout, row_tokens: int, ranks: Ranks | None = None) -> list[PackedBatch]:
+class Rows(Sequence[PackedBatch]):
+    """The rows of one rank, each made when it is asked for: those that wait take no memory, and the device no time.
+
+    The last `idle` of them have nothing to predict.
+    """
+
+    def __init__(self, make: Callable[[list[_Unit]], PackedBatch], plan: list[list[_Unit]], idle: int):
+        self._make, self._plan, self._idle = make, plan, idle
+
+    def __len__(self) -> int:
+        return len(self._plan) + self._idle
+
+    @overload
+    def __getitem__(self, place: int) -> PackedBatch: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[PackedBatch]: ...
+    def __getitem__(self, place: int | slice) -> PackedBatch | list[PackedBatch]:
+        places = range(len(self))[place]
+        if isinstance(places, range):
+            return [self[i] for i in places]
+        return self._make(self._plan[places]) if places < len(self._plan) else _idle_row()
+
+
+def pack(rollouts: Sequence[Rollout], layout: Layout, row_tokens: int, ranks: Ranks | None = None) -> Rows:
     """Return this rank's rows, of at most `row_tokens` tokens each; all ranks together hold every rollout once.
 
     Every rank has the same number of rows, since forward and backward are collective: a rank with less to do gets rows
     without sampled tokens, whose gradient is zero. Raises ValueError for a rollout that does not fit into a row.
     """
     ranks = ranks or Ranks()
-    starts = [0]
-    for r in rollouts:
-        starts.append(starts[-1] + r.sampled)
+    sampled = np.array([r.sampled for r in rollouts], np.int64)
     width = max((len(r.token_ids) for r in rollouts), default=0)
     plans = [_plan(rollouts, part, layout, row_tokens, width) for part in share_out(rollouts, layout, ranks.world)]
     trees, pad_to = layout == "trees", width if layout == "padded" else 0
-    rows = [_row(row, rollouts, starts, trees, pad_to) for row in plans[ranks.rank]]
-    return rows + [_idle_row()] * (max(map(len, plans)) - len(rows))
+    make = partial(_row, rollouts=rollouts, starts=sampled.cumsum() - sampled, trees=trees, pad_to=pad_to)
+    return Rows(make, plans[ranks.rank], max(map(len, plans)) - len(plans[ranks.rank]))
 
 
 def share_out(rollouts: Sequence[Rollout], layout: Layout, ranks: int) -> list[list[int]]:
@@ -105,15 +126,23 @@ def _plan(
     rollouts: Sequence[Rollout], part: list[int], layout: Layout, row_tokens: int, width: int
 ) -> list[list[_Unit]]:
     """Return the units of each row of one rank."""
-    units = _trees(rollouts, part, row_tokens) if layout == "trees" else [_Unit(0, [i]) for i in part]
+    units = _trees(rollouts, part) if layout == "trees" else [_Unit(0, [i]) for i in part]
     if layout == "padded":
         if width > row_tokens:
             raise ValueError(f"a sample of {width} tokens does not fit a row of {row_tokens}")
         per_row = row_tokens // max(1, width)
         return [units[i : i + per_row] for i in range(0, len(units), per_row)]
-    return [
-        [units[u] for u in row] for row in first_fit_decreasing([unit.tokens(rollouts) for unit in units], row_tokens)
+    whole = [piece for unit in units for piece in _pieces(unit, rollouts, row_tokens)]
+    plan = [
+        [whole[u] for u in row] for row in best_fit_decreasing([unit.tokens(rollouts) for unit in whole], row_tokens)
     ]
+    if layout == "packed":
+        return plan
+
+    def cost(plan: list[list[_Unit]]) -> float:
+        return len(plan) * ROW_COST * row_tokens + sum(unit.tokens(rollouts) for row in plan for unit in row)
+
+    return min(plan, _cut(units, rollouts, row_tokens), key=cost)
 
 
 @dataclass(slots=True)
@@ -127,60 +156,94 @@ class _Unit:
         return self.shared + sum(len(rollouts[i].token_ids) - self.shared for i in self.members)
 
 
-def _trees(rollouts: Sequence[Rollout], part: list[int], row_tokens: int) -> list[_Unit]:
-    """Join neighbouring rollouts with one prompt in a tree; one larger than a row is split, and its prompt repeated."""
-    units: list[_Unit] = []
-    for prompt, members in groupby(part, key=lambda i: rollouts[i].token_ids[: rollouts[i].prompt_length]):
-        left = -1  # tokens
-        for i in members:
-            size = len(rollouts[i].token_ids) - len(prompt)
-            if size > left:
-                units.append(_Unit(len(prompt), []))
-                left = row_tokens - len(prompt)
-            units[-1].members.append(i)
-            left -= size
-    return units
+def _trees(rollouts: Sequence[Rollout], part: list[int]) -> list[_Unit]:
+    """Join neighbouring rollouts with one prompt in a tree."""
+    trees = [list(members) for _, members in groupby(part, key=lambda i: _prompt(rollouts[i]))]
+    return [_Unit(rollouts[tree[0]].prompt_length, tree) for tree in trees]
+
+
+def _pieces(unit: _Unit, rollouts: Sequence[Rollout], row_tokens: int) -> list[_Unit]:
+    """Split a tree larger than a row into as few trees as possible; each repeats the prompt."""
+    if unit.tokens(rollouts) <= row_tokens:
+        return [unit]
+    sizes = [len(rollouts[i].token_ids) - unit.shared for i in unit.members]
+    if unit.shared + max(sizes) > row_tokens:
+        raise ValueError(f"a sample of {unit.shared + max(sizes)} tokens does not fit a row of {row_tokens}")
+    pieces = best_fit_decreasing(sizes, row_tokens - unit.shared)
+    return [_Unit(unit.shared, [unit.members[i] for i in sorted(piece)]) for piece in pieces]
+
+
+def _cut(trees: list[_Unit], rollouts: Sequence[Rollout], row_tokens: int) -> list[list[_Unit]]:
+    """Fill row after row with trees in their order, their longest branches first; what does not fit begins the next row.
+
+    Rows are as full as branches allow, and nearly every row repeats a prompt.
+    """
+    rows: list[list[_Unit]] = [[]]
+    free = row_tokens
+    for tree in trees:
+        left = sorted(tree.members, key=lambda i: (-len(rollouts[i].token_ids), i))
+        while left:
+            chosen, room = list[int](), free - tree.shared
+            for i in left:
+                size = len(rollouts[i].token_ids) - tree.shared
+                if size <= room:
+                    chosen.append(i)
+                    room -= size
+            if chosen:
+                rows[-1].append(_Unit(tree.shared, sorted(chosen)))
+                free = room
+            if left := [i for i in left if i not in set(chosen)]:
+                rows.append([])
+                free = row_tokens
+    return [row for row in rows if row]
+
+
+def _prompt(rollout: Rollout) -> bytes:
+    return rollout.token_ids[: rollout.prompt_length].tobytes()
 
 
 def _row(
-    units: list[_Unit], rollouts: Sequence[Rollout], starts: list[int], trees: bool = False, pad_to: int = 0
+    units: list[_Unit], rollouts: Sequence[Rollout], starts: np.ndarray, trees: bool = False, pad_to: int = 0
 ) -> PackedBatch:
-    ids: list[int] = []
-    positions: list[int] = []
-    predict_at: list[int] = []
-    targets: list[int] = []
-    token_index: list[int] = []
+    """Return the units' tokens end to end; the tokens of rollout i are number starts[i], … of the sampled ones."""
+    ids: list[np.ndarray] = []
+    positions: list[np.ndarray] = []
+    predict_at: list[np.ndarray] = []
+    targets: list[np.ndarray] = []
+    token_index: list[np.ndarray] = []
+    length = 0
     for unit in units:
-        root = len(ids)  # flat position of the unit's first token
-        ids += rollouts[unit.members[0]].token_ids[: unit.shared]
-        positions += range(unit.shared)
+        root = length  # flat position of the unit's first token
+        ids.append(rollouts[unit.members[0]].token_ids[: unit.shared])
+        positions.append(np.arange(unit.shared))
+        length += unit.shared
         for i in unit.members:
-            r = rollouts[i]
-            offset = len(ids) - unit.shared  # flat position of token t is offset + t, for t past the shared prompt
-            ids += r.token_ids[unit.shared :]
-            positions += range(unit.shared, len(r.token_ids))
-            sampled = [t for t, m in enumerate(r.loss_mask) if m]
-            predict_at += [root + t - 1 if t <= unit.shared else offset + t - 1 for t in sampled]
-            targets += [r.token_ids[t] for t in sampled]
-            token_index += range(starts[i], starts[i] + len(sampled))
-        if pad_to:
-            padding = root + pad_to - len(ids)
-            ids += [ids[-1]] * padding  # never attended to (causality) and never predicted
-            positions += [0] * padding
+            own, sampled = rollouts[i].token_ids, np.flatnonzero(rollouts[i].loss_mask)
+            offset = length - unit.shared  # flat position of token t is offset + t, for t past the shared prompt
+            ids.append(own[unit.shared :])
+            positions.append(np.arange(unit.shared, len(own)))
+            length += len(own) - unit.shared
+            predict_at.append(np.where(sampled <= unit.shared, root, offset) + sampled - 1)
+            targets.append(own[sampled])
+            token_index.append(starts[i] + np.arange(len(sampled)))
+        if pad_to:  # never attended to (causality) and never predicted
+            ids.append(np.full(root + pad_to - length, ids[-1][-1], np.int32))
+            positions.append(np.zeros(root + pad_to - length, np.int64))
+            length = root + pad_to
     attention: AttentionLayout
     if trees:
         attention = Trees([(u.shared, [len(rollouts[i].token_ids) - u.shared for i in u.members]) for u in units])
     else:
         attention = Padded(pad_to) if pad_to else Packed([u.tokens(rollouts) for u in units])
-    as_tensor = lambda values: torch.tensor(values, dtype=torch.int64)  # noqa: E731
-    return PackedBatch(
-        as_tensor(ids),
-        as_tensor(positions),
-        attention,
-        as_tensor(predict_at),
-        as_tensor(targets),
-        as_tensor(token_index),
+    ids_, positions_, *predicted = (
+        torch.from_numpy(_joined(parts, np.int64)) for parts in (ids, positions, predict_at, targets, token_index)
     )
+    return PackedBatch(ids_, positions_, attention, *predicted)
+
+
+def _joined(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+    """Return the arrays end to end; an empty one if there are none."""
+    return np.concatenate([np.zeros(0, dtype), *parts])
 
 
 def _idle_row() -> PackedBatch:

@@ -68,7 +68,7 @@ def alone(fault: Fault, compute: Callable[[list[Rollout]], Tensor], rollouts: Se
 def _at_token(what: str, value: float, rollouts: Sequence[Rollout], token: int) -> Fault:
     for rollout in rollouts:
         if token < rollout.sampled:
-            return _at(what, value, rollout, [t for t, sampled in enumerate(rollout.loss_mask) if sampled][token])
+            return _at(what, value, rollout, int(rollout.loss_mask.nonzero()[0][token]))
         token -= rollout.sampled
     raise IndexError(f"{what} has more entries than the rollouts have sampled tokens")
 

@@ -56,7 +56,10 @@ class Offloaded(ABC):
             storage.resize_(0)
 
     def unpark(self) -> None:
-        """Move the contents back to their device, if they wait. On a GPU the next computation waits for it, the host does not."""
+        """Move the contents back to their device, if they wait.
+
+        On a GPU the next computation waits for it, the host does not.
+        """
         for storage, places in self._homes:
             storage.resize_(sum(map(len, places)))
             for part, place in zip(_bytes(storage).split([*map(len, places)]), places, strict=True):

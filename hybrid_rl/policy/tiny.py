@@ -70,9 +70,10 @@ def create(folder: Path, config: TinyConfig, seed: int) -> None:
     tokenizer.save_pretrained(folder)
     # What transformers 4 looks for under other names: without them it would compute other positions, and find no
     # tokenizer.
-    _set(folder / "config.json", rope_theta=config.rope_theta)
-    _set(folder / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
+    set_keys(folder / "config.json", rope_theta=config.rope_theta)
+    set_keys(folder / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
 
 
-def _set(file: Path, **keys: object) -> None:
+def set_keys(file: Path, **keys: object) -> None:
+    """Set top-level keys of a JSON file."""
     file.write_text(json.dumps(json.loads(file.read_text()) | keys, indent=2) + "\n")

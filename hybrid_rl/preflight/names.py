@@ -87,6 +87,8 @@ PACKAGE = Path(__file__).parents[1]
 # in a checkout conf/ lies beside the package, in an installed wheel inside it
 CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"
 PARTS = ("algo.advantage", "algo.loss", "algo.aggregation")
+# keys of data that hold names of the user's own
+OWN_NAMES = ("data.template_arguments", "data.weights", "data.curriculum")
 # sections whose keys are the arguments of functions
 OPEN = ("data", "reward", *PARTS, "algo.correction", "algo.selection", "engine.arguments", "tracker.arguments")
 
@@ -100,16 +102,14 @@ def check_open_names(overrides: Sequence[Override], config: DictConfig) -> None:
     """Raise ConfigError for an argument that the composed `config` does not have and that is not added with +."""
     for override in filter(in_open, overrides):
         place, _, name = override.key_or_group.rpartition(".")
-        known = OmegaConf.select(config, place) or {}
+        known = list(OmegaConf.select(config, place) or {})  # a key without a value yet (???) is not `in` the node
         given = override.value()
-        adds = place == "data.template_arguments" or (
-            (place, name) == ("data", "template_arguments") and isinstance(given, dict) and given
-        )
+        adds = place in OWN_NAMES or (f"{place}.{name}" in OWN_NAMES and isinstance(given, dict) and given)
         if adds and not override.is_add():
             line = override.input_line
             raise ConfigError(f"{line} (command line): there is no such key; to add it, write +{line}")
         if name not in known and not override.is_add() and not override.is_force_add():
-            near = f"{nearest(name, list(known))}; " if known else ""
+            near = f"{nearest(name, known)}; " if known else ""
             add = f"to add it, write +{place}.{name}={override.get_value_element_as_str()}"
             raise ConfigError(f"{override.input_line} (command line): there is no such key; {near}{add}")
 

@@ -10,17 +10,29 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from hybrid_rl.algo.declared import needs, problems
-from hybrid_rl.config import Config, EngineKind, KlEstimator, KlPlace, OldLogprobs, Reference, unbiased_kl
+from hybrid_rl.config import (
+    Config,
+    EngineKind,
+    KlEstimator,
+    KlPlace,
+    OldLogprobs,
+    Reference,
+    data_config,
+    loader,
+    unbiased_kl,
+)
 from hybrid_rl.engine.sglang.interface import unusable
-from hybrid_rl.preflight.names import CONF, PARTS, nearest
+from hybrid_rl.preflight.names import CONF, PARTS, first_line, nearest
 from hybrid_rl.preflight.targets import target_problem
 from hybrid_rl.run_folder import trackers
 
 # positional arguments that hybrid_rl passes to the function that a setting names; its own settings follow as keywords
 CALLED_WITH = {
     "data": (),
+    "data.curriculum": ("tasks", "seed", "at_least"),
     "reward": ("completion", "task"),
     "algo.loss": ("tokens",),
     "algo.aggregation": ("kept", "rollout", "max_tokens"),
@@ -109,11 +121,10 @@ def value_problems(c: DictConfig) -> Iterator[tuple[str, str]]:
     if c.model.path is not None:
         folder = Path(c.model.path)
         if not c.model.path or not (folder / "config.json").is_file():
-            yield (
-                "model.path",
-                "is not a Hugging Face model folder on this disk (one with a config.json); "
-                "set model.path=/path/to/the/folder",
-            )
+            todo = "set model.path=/path/to/the/folder"
+            if folder.parts[-2:] == ("hybrid_rl", "SmolLM2-135M-Instruct"):  # of preset=smollm2
+                todo = "python -m hybrid_rl.smollm2 makes it, once"
+            yield "model.path", f"is not a Hugging Face model folder on this disk (one with a config.json); {todo}"
         elif not any(folder.glob("*.safetensors")):
             yield "model.path", "has no *.safetensors file; convert its weights, which are read in that format only"
     for key in ("data", "reward"):
@@ -128,12 +139,8 @@ def _part_problems(key: str, c: DictConfig) -> Iterator[tuple[str, str]]:
         return
     called_with = CALLED_WITH.get(key) or CALLED_WITH.get(key.rpartition(".")[0], ("batch",))
     if key == "data" and isinstance(node, dict):
-        arguments = node.pop("template_arguments", None)  # the renderer gets them, not the function
-        if not isinstance(arguments, dict | None):
-            yield (
-                "data.template_arguments",
-                "must be a mapping of the chat template's variables, like {enable_thinking: false}",
-            )
+        yield from _data_problems(node)
+        node = loader(node)
     if problem := target_problem(node, called_with):
         yield problem[0] and f"{key}.{problem[0]}", problem[1]
     elif key == "data":
@@ -142,6 +149,27 @@ def _part_problems(key: str, c: DictConfig) -> Iterator[tuple[str, str]]:
                 yield f"{place}.{problem[0]}", problem[1]
     elif key.startswith("algo."):
         yield from problems(key, node, c)
+
+
+def _data_problems(node: dict[Any, Any]) -> Iterator[tuple[str, str]]:
+    """Yield problems of the keys of `data` that are not its function's."""
+    for name, example in (
+        ("template_arguments", "{enable_thinking: false}"),
+        ("weights", "{maths: 3, code: 1}"),
+        ("curriculum", "{_target_: hybrid_rl.data.curriculum.pass_rate}"),
+    ):
+        if not isinstance(node.get(name), dict | None):
+            yield f"data.{name}", f"must be a mapping, like {example}"
+            return
+    try:
+        data = data_config(node)
+    except OmegaConfBaseException as error:
+        yield f"data.{str(error.full_key).partition('.')[0]}", first_line(error)
+        return
+    if not all(0 < weight < math.inf for weight in data.weights.values()):
+        yield "data.weights", "must be numbers above 0; a source that is not to be drawn is left out of data.rl"
+    if data.curriculum and (problem := target_problem(data.curriculum, CALLED_WITH["data.curriculum"])):
+        yield f"data.curriculum.{problem[0]}", problem[1]
 
 
 def _inner_targets(node: Any, place: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -99,7 +99,10 @@ def begin() -> None:
 
 @contextmanager
 def phase(name: str, loading: bool = False) -> Iterator[None]:
-    """Name the work inside the context as phase `name`. `loading`: what follows is loading again, which may take any time."""
+    """Name the work inside the context as phase `name`.
+
+    `loading`: what follows is loading again, which may take any time.
+    """
     if not _own:
         yield
         return

@@ -62,6 +62,8 @@ def learning_charts(sft: Sequence[Record], evals: Sequence[Record], rl: Sequence
         _named("Parts of the reward", "mean", rl, "parts", least=2),
         _named("Measures", "mean, not paid", rl, "measures"),
         _named("Reward by source", "mean", rl, "sources"),
+        _named("Groups by source", "drawn, silent ones included", rl, "groups_drawn"),
+        _named("Tasks by pass rate", "tasks, data.curriculum", rl, "curriculum"),
         _correct(at_steps, right),
         _named("Evaluation: measures", "mean, not paid", at_steps, "measures"),
         _named("Evaluation by source", "mean reward", at_steps, "sources"),

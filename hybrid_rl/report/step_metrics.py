@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from hybrid_rl.processes.ranks import Ranks
 from hybrid_rl.report.phases import Phases
 from hybrid_rl.rollout.collector import Batch
 from hybrid_rl.rollout.generate import fault_metrics
-from hybrid_rl.types import Rollout
+from hybrid_rl.types import Group, Rollout
 
 
 def rollout_metrics(batch: Batch) -> dict[str, Any]:
@@ -32,6 +32,7 @@ def rollout_metrics(batch: Batch) -> dict[str, Any]:
     sources = mean_by_source(
         (g.task.source, r.reward) for g in batch.all_groups for r in g.rollouts if r.reward is not None
     )
+    drawn = _by_source(batch.all_groups)
     return {
         "reward": mean(rewards),
         "reward_std": spread(rewards),
@@ -41,6 +42,8 @@ def rollout_metrics(batch: Batch) -> dict[str, Any]:
         "parts_std": {name: spread(values) for name, values in parts.items()},
         **({"measures": measures} if measures else {}),
         **({"sources": sources} if len(sources) > 1 else {}),
+        **({"groups_drawn": drawn, "groups_kept": _by_source(batch.groups)} if len(drawn) > 1 else {}),
+        **({"curriculum": batch.curriculum} if batch.curriculum else {}),
         "length": statistics.fmean(r.sampled for r in rollouts),
         "length_max": max(r.sampled for r in rollouts),
         "truncated": statistics.fmean(r.finish_reason == "length" for r in rollouts),
@@ -99,6 +102,11 @@ def _size(values: Sequence[float]) -> float:
     return 1.0 if largest < 1e150 else 2.0 ** (math.frexp(largest)[1] - 1)
 
 
+def _by_source(groups: Iterable[Group]) -> dict[str, int]:
+    """Return the number of groups of each source, sorted by name."""
+    return dict(sorted(Counter(group.task.source or "unnamed" for group in groups).items()))
+
+
 def mean_by_source(rewards: Iterable[tuple[str, float]]) -> dict[str, float]:
     """Return the mean reward of each source, sorted by name, from (task source, reward) of each rollout."""
     found: dict[str, list[float]] = {}
@@ -122,7 +130,7 @@ def repetition(rollout: Rollout) -> float:
     Exact: pairs of tokens are renumbered, so that a 4-gram (two pairs) fits into 64 bits with any vocabulary. Arrays
     take half the time of a set of tuples, and every completion of every step is counted.
     """
-    tokens = np.fromiter(compress(rollout.token_ids, rollout.loss_mask), dtype=np.int64)
+    tokens = rollout.token_ids[rollout.loss_mask].astype(np.int64)
     if len(tokens) < 5:
         return 0.0
     pairs = np.unique(tokens[:-1] << 32 | tokens[1:], return_inverse=True)[1]

@@ -10,8 +10,8 @@ import numpy as np
 
 from hybrid_rl.algo.declared import needs
 from hybrid_rl.algo.overlong import penalty
-from hybrid_rl.config import Config
-from hybrid_rl.data.sampler import Sampler
+from hybrid_rl.config import Config, data_config
+from hybrid_rl.data.draws import make_draws
 from hybrid_rl.engine.base import Sampling
 from hybrid_rl.rollout.generate import Generator, fault_metrics, first_faults, reward_faults
 from hybrid_rl.rollout.rewards import RewardError
@@ -30,6 +30,7 @@ class Batch:
     reward_faults: Counter[tuple[str, str]] = field(default_factory=Counter)  # the same by (task's source, kind)
     examples: dict[str, str] = field(default_factory=dict)  # the first fault of each kind: its task and the error
     replacement_rounds: int = 0
+    curriculum: dict[str, int] = field(default_factory=dict)  # what metrics show of data.curriculum
     trained: set[tuple[int, int]] = field(default_factory=set)  # (group id, index) of the rollouts an update used
     # (group id, index) → numbers of the sampled tokens that rollout files keep, by column: see Learner
     tokens: dict[tuple[int, int], dict[str, np.ndarray]] = field(default_factory=dict)
@@ -57,11 +58,12 @@ class Collector:
         self.generator, self.tasks, self.config, self.algo = generator, tasks, rollout, config.algo
         self.seed = config.seed
         self.greedy = "greedy" in needs(config.algo.advantage)  # each task also gets its most likely completion
-        self.sampler = Sampler(len(tasks), data_seed)
+        groups = rollout.batch_size // rollout.group_size
+        self.draws = make_draws(tasks, data_config(config.data), data_seed, groups)
         self.next_group = 0
         self.sampling = Sampling(rollout.temperature, rollout.top_k, rollout.top_p, rollout.max_tokens)
 
-    def collect(self, advance: Callable[..., None] = lambda count=1, more=0: None) -> Batch:
+    def collect(self, step: int = 0, advance: Callable[..., None] = lambda count=1, more=0: None) -> Batch:
         """Return `rollout.batch_size` rollouts with a signal, or fewer after `rollout.max_replacements` rounds.
 
         `advance` is called with the number of completions that have ended, and with `more` when replacements add some.
@@ -73,7 +75,8 @@ class Collector:
             if len(batch.groups) == wanted:
                 break
             batch.replacement_rounds = round
-            groups = [self._new_group(self.tasks[i]) for i in self.sampler.draw(wanted - len(batch.groups))]
+            places = self.draws.draw(wanted - len(batch.groups), step)
+            groups = [self._new_group(self.tasks[i]) for i in places]
             if round:
                 advance(0, more=len(groups) * self.config.group_size)
             self._fill(groups, self.sampling, advance)
@@ -85,13 +88,15 @@ class Collector:
             asked += sum(len(group.rollouts) for group in scored)
             batch.reward_faults.update(reward_faults(scored))
             batch.examples = first_faults(scored) | batch.examples
-            for group in groups:
+            for place, group in zip(places, groups, strict=True):
+                self.draws.learn(place, group)
                 failed = group.failed or (self.greedy and group.id not in batch.greedy)
                 kept = not failed and not self._silent(group)
                 batch.silent_groups += not failed and not kept
                 (batch.groups if kept else batch.dropped).append(group)
         batch.missing_groups = wanted - len(batch.groups)
         batch.reward_errors = batch.reward_faults.total()
+        batch.curriculum = self.draws.numbers()
         self._check_failures(batch, asked)
         return batch
 
@@ -141,10 +146,10 @@ class Collector:
             ) from None
 
     def state(self) -> dict[str, object]:
-        return {"sampler": self.sampler.state(), "next_group": self.next_group}
+        return {"sampler": self.draws.state(), "next_group": self.next_group}
 
     def restore(self, state: dict) -> None:
-        self.sampler.restore(state["sampler"])
+        self.draws.restore(state["sampler"])
         self.next_group = state["next_group"]
 
     def _new_group(self, task: Task) -> Group:

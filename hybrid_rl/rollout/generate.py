@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rl.data.render import completion_text, prompt_ids
@@ -29,7 +30,9 @@ class Generator:
     def new_group(self, id: int, task: Task, size: int, max_prompt_tokens: int, *seed_facts: object) -> Group:
         """Return a group of empty rollouts: the prompt is rendered once, and each rollout has a random stream."""
         ids = prompt_ids(task, self.tokenizer, max_prompt_tokens)
-        return Group(id, task, [Rollout(task.id, id, i, request_seed(*seed_facts, i), list(ids)) for i in range(size)])
+        return Group(
+            id, task, [Rollout(task.id, id, i, request_seed(*seed_facts, i), np.array(ids)) for i in range(size)]
+        )
 
     def fill(
         self, groups: Sequence[Group], sampling: Sampling, on_completion: Callable[[int], None] = lambda count: None
@@ -44,7 +47,7 @@ class Generator:
         """
         order = [(group, rollout) for group in groups for rollout in group.rollouts]
         mine = self.ranks.share(len(order), self.engine.team.world)
-        waiting = {i: Request(i, order[i][1].token_ids[: order[i][1].prompt_length], order[i][1].seed) for i in mine}
+        waiting = {i: Request(i, _prompt(order[i][1]), order[i][1].seed) for i in mine}
         while True:
             death: EngineDied | None = None
             try:
@@ -78,6 +81,11 @@ class Generator:
         text = completion_text(completion.token_ids, self.tokenizer, completion.finish_reason == "stop")
         rollout.finish(completion.finish_reason, text)
         self.scorer.submit(rollout, group.task)
+
+
+def _prompt(rollout: Rollout) -> list[int]:
+    ids: list[int] = rollout.token_ids[: rollout.prompt_length].tolist()
+    return ids
 
 
 def reward_faults(groups: Iterable[Group]) -> Counter[tuple[str, str]]:

@@ -207,14 +207,14 @@ _kept: list[asyncio.AbstractEventLoop] = []
 
 
 def _loop() -> asyncio.AbstractEventLoop:
-    """One for all calls, so that a client that an async reward keeps stays usable."""
+    """Return the one event loop of all calls, so that a client that an async reward keeps stays usable."""
     if not _kept:
         _kept.append(asyncio.new_event_loop())
         asyncio.set_event_loop(_kept[0])
     return _kept[0]
 
 
-# ---- what a function returned -----------------------------------------------------------------------------------------
+# ---- what a function returned ----------------------------------------------------------------------------------------
 
 ONE = "reward"  # the name of the part that a bare number is
 ANSWER = "answer"  # the measure that may be a text (or None): the answer that the reward found
@@ -271,13 +271,13 @@ def _checked(score: Score) -> Score | RewardFault:
 
 
 def printable(text: str, most: int) -> str:
-    """One line of at most `most` characters, without control characters and halves of surrogate pairs."""
+    """Return one line of at most `most` characters, without control characters and halves of surrogate pairs."""
     line = "".join(c if c.isprintable() else " " for c in text[:most])
     return line if len(text) <= most else f"{line}…"
 
 
 def _shown(value: object) -> str:
-    """A value that may be of any size, or not even have a repr."""
+    """Describe a value that may be of any size, or have no repr, in one line."""
     try:
         text = repr(value)
     except Exception:

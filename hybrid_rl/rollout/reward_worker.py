@@ -15,7 +15,7 @@ from hybrid_rl.rollout.reward_call import Reward, describe
 
 
 def work(pipe: Connection, section: dict[str, Any], output: Connection) -> None:
-    """The process's life: load the reward, then answer each (completions, tasks) with a result for each.
+    """Run the process: load the reward, then answer each (completions, tasks) with a result for each.
 
     The first message is ("", whether it gains from several completions at a time), or (why it cannot be loaded, False).
     """

@@ -141,7 +141,9 @@ class Scorer:
         return result
 
     def _attend(self) -> None:
-        """One worker process after another, until the scorer is closed. Each task is given to one worker, and answered in bounded time."""
+        """Attend one worker process after another until the scorer is closed; each task goes to one, and is answered in
+        bounded time.
+        """
         asked: list[_Asked] = []
         alone: list[_Asked] = []  # of a batch that failed
         idle_deaths = 0
@@ -201,7 +203,7 @@ class Scorer:
                 self._loaded.set_exception(error)
 
     def _start(self) -> _Worker:
-        """A process that has loaded the reward. Raises RewardError with the reason if none can."""
+        """Return a process that has loaded the reward. Raises RewardError with the reason if none can."""
         for _ in range(STARTS):
             worker = _Worker(self.reward, self._output)
             self._workers.add(worker)
@@ -260,7 +262,7 @@ class _Worker:
         return self.process.is_alive() and not wait_for([self.process.sentinel], 0)
 
     def score(self, asked: Sequence[_Asked], timeout: float) -> list[Result] | RewardFault:
-        """Its answers; what it cannot report itself becomes one fault, and then it is no more."""
+        """Return its answers; what it cannot report itself becomes one fault, after which it has ended."""
         try:
             return self.ask(([each.completion for each in asked], [each.task for each in asked]), timeout)
         except TimeoutError:
@@ -271,7 +273,7 @@ class _Worker:
         return fault
 
     def ask(self, message: object, timeout: float) -> Any:
-        """What it sends next, after `message` if there is one. Raises TimeoutError or _Ended."""
+        """Send `message`, if there is one, and return what the process sends next. Raises TimeoutError or _Ended."""
         deadline = time.monotonic() + timeout
         try:
             if message is not None:
@@ -326,5 +328,5 @@ class _Output:
         self._reader.close()
 
     def close(self) -> None:
-        """What was printed is still passed on."""
+        """Pass on what was printed until now, and end."""
         self.writer.close()

@@ -69,7 +69,7 @@ class Checkpoint:
     def restore_role(self, name: str, model: Policy, optimizer: Optimizer) -> None:
         """Bring back a model that was trained beside the policy, and its moments. After restore_policy, which checks their files too.
 
-        Raises CheckpointError where the run that was saved had none.
+        Raises CheckpointError if the run that was saved had none.
         """
         if _moments(name) not in self.state:
             raise CheckpointError(
@@ -100,7 +100,7 @@ class Checkpoint:
         self.restore(part, lambda state: optimizer.restore({name: tensors[name] for name in found}, state))
 
     def _check_files(self) -> None:
-        """Each rank checks its share of the files."""
+        """Check this rank's share of the files."""
         listed = _marker(self.folder)
         for name in sorted(listed)[self.ranks.rank :: self.ranks.world]:
             file = self.folder / name
@@ -110,7 +110,9 @@ class Checkpoint:
             raise CheckpointError(f"{self.folder / extra[0]} is not of this checkpoint; delete it")
 
     def _fill(self, part: str, tensors: Mapping[str, Tensor], some: bool = False) -> list[str]:
-        """Copy this rank's rows into its tensors, in place; returns the names found. All must be there, or `some`: moments before a first step."""
+        """Copy this rank's rows into its tensors, in place, and return the names found: all, or with `some` those that
+        there are (moments before a first step).
+        """
         files = [self.folder / name for name in sorted(_marker(self.folder)) if name.startswith(f"{part}.")]
         held: dict[str, dict[Path, range]] = {}
         shapes: dict[str, list[int]] = {}
@@ -135,7 +137,10 @@ class Checkpoint:
 
 @dataclass(slots=True)
 class Saving:
-    """A checkpoint on its way: a thread of each rank writes the rank's files while the run goes on. It does not exist before `publish`."""
+    """A checkpoint on its way: a thread of each rank writes the rank's files while the run goes on.
+
+    It does not exist before `publish`.
+    """
 
     root: Path
     final: Path
@@ -143,7 +148,7 @@ class Saving:
     written: Future[dict[str, list[int]]]
 
     def ready(self) -> bool:
-        """Whether every rank's files are written, so that `publish` need not wait. Collective."""
+        """Return whether every rank's files are written, so that `publish` need not wait. Collective."""
         return all(self.ranks.all_gather(self.written.done()))
 
     def publish(self, keep: int, best: str | None = None, timeout: float | None = None) -> None:
@@ -223,7 +228,7 @@ def begin(
     def write() -> None:
         try:
             written.set_result(_write(_temporary(final), number, copies, text if ranks.main else None))
-        except Exception as error:  # raised again where the checkpoint is published
+        except Exception as error:  # raised again when the checkpoint is published
             written.set_exception(error)
 
     threading.Thread(target=write, name=f"checkpoint {final.name}", daemon=True).start()
@@ -240,17 +245,17 @@ def save(
     keep: int,
     timeout: float | None = None,
 ) -> None:
-    """`begin` and `publish` in one: the checkpoint is on the disk when this returns."""
+    """Write a whole checkpoint: it is on the disk when this returns."""
     begin(root, stage, step, policy, optimizer, state).publish(keep, timeout=timeout)
 
 
 def complete(root: Path) -> list[Path]:
-    """The complete checkpoints under `root`, oldest first. A folder with another name, a copy say, is none."""
+    """Return the complete checkpoints under `root`, oldest first; a folder with another name, such as a copy, is none."""
     return [folder for folder in _checkpoints(root) if (folder / MARKER).exists()]
 
 
 def incomplete(root: Path) -> list[Path]:
-    """What looks like a checkpoint under `root` and has no marker, oldest first."""
+    """Return the folders under `root` that look like checkpoints and have no marker, oldest first."""
     return [folder for folder in _checkpoints(root) if not (folder / MARKER).exists()]
 
 
@@ -260,13 +265,16 @@ def _checkpoints(root: Path) -> list[Path]:
 
 
 def age(folder: Path) -> tuple[bool, int]:
-    """What orders checkpoints by age: those of RL come after those of SFT, each by its step."""
+    """Return a key that orders checkpoints by age: those of RL come after those of SFT, each by its step."""
     stage, _, step = folder.name.partition("_")
     return stage == "rl", int(step)
 
 
 def latest(root: Path) -> Checkpoint | None:
-    """The newest complete checkpoint, or None when there is none. Raises CheckpointError for a state.json that is damaged or of another version."""
+    """Return the newest complete checkpoint, or None.
+
+    Raises CheckpointError for a state.json that is damaged or of another version.
+    """
     folders = complete(root)
     if not folders:
         return None
@@ -285,20 +293,20 @@ def latest(root: Path) -> Checkpoint | None:
 
 
 def chunk(rows: int, parts: int, index: int) -> range:
-    """The rows of one part, split as FSDP2 and torch.chunk do: the last parts may be smaller, or empty."""
+    """Return the rows of one part, split as FSDP2 and torch.chunk do: the last parts may be smaller, or empty."""
     size = -(-rows // parts)
     return range(min(rows, size * index), min(rows, size * (index + 1)))
 
 
 def copy_rows(target: Tensor, own: range, source: Any, held: range) -> None:
-    """Copy the rows that `own`, those of `target`, and `held`, those of `source`, have in common: a file's slice reads no others."""
+    """Copy the rows that `own` (of `target`) and `held` (of `source`) share; a file's slice reads no others."""
     first, end = max(own.start, held.start), min(own.stop, held.stop)
     if first < end:
         target[first - own.start : end - own.start].copy_(source[first - held.start : end - held.start])
 
 
 def tiles(pieces: Iterable[range], rows: int) -> bool:
-    """Whether the pieces hold each of `rows` rows once."""
+    """Return whether the pieces hold each of `rows` rows once."""
     ordered = sorted((piece.start, piece.stop) for piece in pieces)
     return [0, *(stop for _, stop in ordered)] == [*(start for start, _ in ordered), rows]
 
@@ -308,7 +316,7 @@ def _moments(role: str) -> str:
 
 
 def _own(tensor: Tensor) -> tuple[range, Tensor]:
-    """Which rows of a tensor this rank holds, and these rows themselves. A number is one row."""
+    """Return the rows of a tensor that this rank holds: which, and themselves. A number is one row."""
     rows = torch.atleast_1d(local(tensor.detach()))
     if not isinstance(tensor, DTensor):
         return range(len(rows)), rows
@@ -319,7 +327,7 @@ def _own(tensor: Tensor) -> tuple[range, Tensor]:
 
 
 def _writes(tensor: Tensor, ranks: Ranks) -> bool:
-    """Whether this rank writes its part of the tensor: of replicas the first one does."""
+    """Return whether this rank writes its part of the tensor: of replicas the first one does."""
     if not isinstance(tensor, DTensor):
         return ranks.main
     return all(
@@ -337,7 +345,7 @@ def _broken(final: Path) -> str:
 
 
 def _copies(tensors: Mapping[str, Tensor], ranks: Ranks) -> Shards:
-    """The rows that this rank writes, as they are now, in host memory; of a GPU's in pinned memory, which are there after a synchronize."""
+    """Copy the rows that this rank writes to host memory, pinned for a GPU: there they are whole after a synchronize."""
     copies: Shards = {}
     for name, tensor in tensors.items():
         if _writes(tensor, ranks):
@@ -348,7 +356,10 @@ def _copies(tensors: Mapping[str, Tensor], ranks: Ranks) -> Shards:
 
 
 def _write(folder: Path, number: str, parts: dict[str, Shards], state: str | None) -> dict[str, list[int]]:
-    """Write a rank's files, where there is something to write, and state.json; returns what COMPLETE says of them. No collective here."""
+    """Write a rank's files, if there is something to write, and state.json; returns what COMPLETE says of them.
+
+    No collective here.
+    """
     written: dict[str, list[int]] = {}
     for part, shards in parts.items():
         if shards:
@@ -368,7 +379,10 @@ def _write(folder: Path, number: str, parts: dict[str, Shards], state: str | Non
 
 
 def _together(ranks: Ranks, broken: str, function: Callable[[], T]) -> list[T]:
-    """What `function` gives on every rank. Where it fails on one, CheckpointError on all of them: no rank waits for another."""
+    """Return what `function` gives on every rank.
+
+    If it fails on one, raise CheckpointError on all: no rank waits for another.
+    """
     value: Any = None
     failed: CheckpointError | None = None
     try:
@@ -390,7 +404,10 @@ def prune(root: Path, keep: int, best: str | None = None) -> None:
 
 
 def _discard(folder: Path) -> None:
-    """Out of sight at once, so that no half-deleted checkpoint is ever seen; what a kill leaves goes with the next start."""
+    """Rename a folder out of sight, then remove it: no half-deleted checkpoint is ever seen.
+
+    What a kill leaves of it goes with the next start.
+    """
     if os.path.lexists(folder):
         hidden = folder.with_name(f".{folder.name}.old.tmp")
         remove(hidden)
@@ -399,7 +416,7 @@ def _discard(folder: Path) -> None:
 
 
 def _marker(folder: Path) -> dict[str, list[int]]:
-    """What COMPLETE says of each file."""
+    """Return what COMPLETE says of each file."""
     listed = _read(folder / MARKER)
     if not all(isinstance(facts, list) for facts in listed.values()):
         raise CheckpointError(f"{folder / MARKER} is missing or damaged; {AGAIN % folder}")
@@ -414,7 +431,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _facts(path: Path) -> list[int]:
-    """A file's size and CRC-32."""
+    """Return a file's size and CRC-32."""
     size = crc = 0
     with path.open("rb") as file:
         while block := file.read(2**24):

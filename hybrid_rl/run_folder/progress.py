@@ -1,4 +1,4 @@
-"""How far a run has come, and the time it took: what its checkpoints keep beside weights, moments and the state of a stage's parts."""
+"""Record how far a run has come and the time it took: part of its checkpoints."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ class Progress:
     clock: Clock = field(default_factory=Clock)
 
     def count_step(self, nothing: str | None) -> None:
-        """Note whether an RL step trained. One skipped for a non-finite number counts as neither: policy.max_bad_steps has it."""
+        """Note whether an RL step trained.
+
+        One skipped for a non-finite number counts as neither: policy.max_bad_steps has it.
+        """
         if nothing is None:
             self.trained_steps, self.empty_steps = self.trained_steps + 1, 0
         elif nothing != "not_finite":

@@ -1,4 +1,6 @@
-"""May a run go on in this folder, and from where? A fresh run takes no used folder; a resumed one has the settings and data that it began with."""
+"""Decide whether a run may go on in a folder, and from where: a resumed run has the settings and data that it began
+with.
+"""
 
 from __future__ import annotations
 
@@ -137,7 +139,10 @@ def digests(config: Config, tasks: TaskSets) -> dict[str, str]:
 
 
 def check_data(found: Checkpoint, now: Mapping[str, str]) -> list[str]:
-    """Return notes on what changed beside the settings. Raises CheckpointError for tasks that are not those the run began with."""
+    """Return notes on what changed beside the settings.
+
+    Raises CheckpointError for tasks that are not those the run began with.
+    """
     saved = found.state.get("data") or dict(now)  # a checkpoint from before they were kept
     if other := [name for name in ("rl", "sft", "eval") if saved.get(name) != now[name]]:
         raise CheckpointError(
@@ -165,7 +170,7 @@ KINDS: dict[str, Any] = {
 
 
 def _check_state(found: Checkpoint) -> None:
-    """Raise CheckpointError when a value of state.json is not of its kind: the file is as it was written, but who wrote it?"""
+    """Raise CheckpointError when a value of state.json is not of its kind: the file is whole, and another program wrote it."""
     for name, kind in KINDS.items():
         value = found.state.get(name)
         numbers = value.values() if name in ("evaluations", "seconds", "best") and isinstance(value, dict) else ()
@@ -180,7 +185,7 @@ def _check_state(found: Checkpoint) -> None:
 
 
 def _targets(node: object) -> set[str]:
-    """Every `_target_` at any depth, and every `function`, which hybrid_rl.rewards.Trl loads."""
+    """Return every `_target_` at any depth, and every `function`, which hybrid_rl.rewards.Trl loads."""
     if isinstance(node, list):
         return set().union(*map(_targets, node))
     if not isinstance(node, dict):

@@ -85,7 +85,7 @@ class RolloutFiles:
 def prompts_of(groups: Sequence[Group], tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Return the prompt of each group as text."""
     first = (group.rollouts[0] for group in groups)
-    return [str(tokenizer.decode(rollout.token_ids[: rollout.prompt_length])) for rollout in first]
+    return [str(tokenizer.decode(rollout.token_ids[: rollout.prompt_length].tolist())) for rollout in first]
 
 
 def write_rollouts(
@@ -113,7 +113,7 @@ def write_rollouts(
         raise ValueError(
             f"advantages, trained or tokens name rollouts that are not in the groups: {sorted(unknown)[:5]}"
         )
-    columns: dict[str, list[Any]] = {
+    columns: dict[str, list[Any] | pa.ListArray] = {
         "task_id": [_text(g.task.id) for g, _, _ in rows],
         "source": [_text(g.task.source) for g, _, _ in rows],
         "group_id": [g.id for g, _, _ in rows],
@@ -122,11 +122,14 @@ def write_rollouts(
         "prompt": [_text(prompt) for _, prompt, _ in rows],
         "completion": [_text(r.completion) for _, _, r in rows],
         "answer": [_text(g.task.answer) for g, _, _ in rows],
-        "token_ids": [r.token_ids for _, _, r in rows],
+        "token_ids": _lists([r.token_ids for _, _, r in rows], np.int32),
         "prompt_length": [r.prompt_length for _, _, r in rows],
-        "loss_mask": [r.loss_mask for _, _, r in rows],
-        "logprobs": [r.logprobs for _, _, r in rows],
-        **{name: [_spread(r, tokens.get((g.id, r.index), {}).get(name)) for g, _, r in rows] for name in TOKENS},
+        "loss_mask": _lists([r.loss_mask for _, _, r in rows], np.bool_),
+        "logprobs": _lists([r.logprobs for _, _, r in rows], np.float32),
+        **{
+            name: _lists([_spread(r, tokens.get((g.id, r.index), {}).get(name)) for g, _, r in rows], np.float16)
+            for name in TOKENS
+        },
         "versions": [[{"version": version, "count": count} for version, count in r.versions] for _, _, r in rows],
         "finish_reason": [r.finish_reason for _, _, r in rows],
         "outcome": [r.outcome for _, _, r in rows],
@@ -174,10 +177,10 @@ def read_rollouts(path: Path, columns: Sequence[str] | None = None) -> list[dict
 
 def as_rollout(row: dict[str, Any]) -> Rollout:
     """Return the rollout of a complete row of read_rollouts; its log-probabilities are rounded to float32."""
-    rollout = Rollout(
-        row["task_id"], row["group_id"], row["index"], row["seed"], list(row["token_ids"][: row["prompt_length"]])
-    )
-    rollout.token_ids, rollout.loss_mask, rollout.logprobs = row["token_ids"], row["loss_mask"], row["logprobs"]
+    ids = np.array(row["token_ids"], np.int32)
+    rollout = Rollout(row["task_id"], row["group_id"], row["index"], row["seed"], ids[: row["prompt_length"]])
+    rollout.token_ids, rollout.loss_mask = ids, np.array(row["loss_mask"], bool)
+    rollout.logprobs = np.array(row["logprobs"], np.float32)
     rollout.versions, rollout.finish_reason = row["versions"], row["finish_reason"]
     rollout.completion = row["completion"]
     rollout.outcome, rollout.reward, rollout.reward_parts = row["outcome"], row["reward"], row["reward_parts"]
@@ -191,8 +194,17 @@ def _spread(rollout: Rollout, values: np.ndarray | None) -> np.ndarray | None:
     if values is None:
         return None
     whole = np.zeros(len(rollout.token_ids), np.float16)
-    whole[np.asarray(rollout.loss_mask, bool)] = np.clip(values, -HALF, HALF)
+    whole[rollout.loss_mask] = np.clip(values, -HALF, HALF)
     return whole
+
+
+def _lists(arrays: Sequence[np.ndarray | None], dtype: type) -> pa.ListArray:
+    """Return a column with an array for each rollout, None as null, without a Python object for each number."""
+    missing = np.array([own is None for own in arrays], bool)
+    found = [own for own in arrays if own is not None]
+    ends = np.cumsum([0, *(0 if own is None else len(own) for own in arrays)])
+    values = pa.array(np.concatenate([np.zeros(0, dtype), *found]))
+    return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), values, mask=pa.array(missing))
 
 
 def _text(text: str) -> str:

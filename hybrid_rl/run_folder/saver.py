@@ -53,7 +53,10 @@ class Saver:
             self.publish()
 
     def publish(self, wait: bool = True) -> None:
-        """Make the checkpoint that is being written count, if there is one; without `wait` only if it is written. Collective."""
+        """Make the checkpoint that is being written count, if there is one; without `wait` only if it is written.
+
+        Collective.
+        """
         if self._saving and (wait or self._saving.ready()):
             saving, self._saving = self._saving, None
             with self.progress.clock.timed("checkpoint"):
@@ -65,5 +68,8 @@ class Saver:
         return f"rl_{self.progress.best['step']:06.0f}" if self.progress.best else None
 
     def prune(self) -> None:
-        """Remove the checkpoints that are not to be kept: the last evaluation may have found a better one. Rank 0 alone."""
+        """Remove the checkpoints that are not to be kept: the last evaluation may have found a better one.
+
+        Rank 0 alone.
+        """
         checkpoint.prune(self.folder, self.config.rl.keep_checkpoints, self.best)

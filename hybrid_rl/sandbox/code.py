@@ -32,11 +32,11 @@ def passes_tests(
     format_weight: float = 0.0,
     partial: bool = True,
 ) -> dict[str, float]:
-    """{"format": format_weight for a ```python block, "tests": (1 − format_weight) · share of tests passed}: 1 in all exactly when all pass.
+    """Return {"format": format_weight for a ```python block, "tests": (1 − format_weight) · share of tests passed}: 1 in all exactly when all pass.
 
     The last closed ```python block is the program. A test may take `time_limit` seconds of CPU (twice that by the clock) and all of them
     `total_seconds`, which must be below rollout.reward_timeout; tests that no time is left for are failed. partial=False: all or nothing.
-    Raises ValueError for an answer that holds no tests, SandboxError where this machine has no sandbox.
+    Raises ValueError for an answer that holds no tests, SandboxError if this machine has no sandbox.
     """
     if not 0 <= format_weight <= 1:
         raise ValueError(f"format_weight must be between 0 and 1, not {format_weight}")
@@ -57,7 +57,7 @@ def passes_tests(
 
 
 def extract_code(completion: str) -> str | None:
-    """The last ```python block that is closed by a line of ```; None without one."""
+    """Return the last ```python block that is closed by a line of ```; None without one."""
     code: str | None = None
     block: list[str] | None = None
     for line in completion.split("\n"):
@@ -71,7 +71,10 @@ def extract_code(completion: str) -> str | None:
 
 
 def read_tests(task: Task) -> tuple[str | None, list[tuple[Any, Any]]]:
-    """The function's name (None: a program) and (input, expected) of each test. Raises ValueError, with the task's id, for anything else."""
+    """Return the function's name (None: a program) and (input, expected) of each test.
+
+    Raises ValueError, with the task's id, for anything else.
+    """
     try:
         answer = json.loads(task.answer, parse_constant=_refuse)
     except ValueError as error:
@@ -100,7 +103,10 @@ def read_tests(task: Task) -> tuple[str | None, list[tuple[Any, Any]]]:
 
 
 def same_text(got: str, expected: str) -> bool:
-    """Equal up to white space at the ends of lines and empty lines at the end. Numbers are text here: 0.10 is not 0.1."""
+    """Return whether two outputs are equal up to white space at the ends of lines and empty lines at the end.
+
+    Numbers are text here: 0.10 is not 0.1.
+    """
     return _lines(got) == _lines(expected)
 
 

@@ -122,8 +122,8 @@ def test_a_window_that_no_sample_reaches_builds_no_mask() -> None:
         layout.attend(1, *tensors(tokens, 0), LayerAttention(0.3))
     assert not packed._bands._made
     assert not padded._bands._made
-    assert not trees._bands._made
-    assert [list(bucket._seen) for bucket in trees.buckets] == [[None]]
+    assert not trees._masked._bands._made
+    assert [list(bucket._seen) for bucket in trees._masked.buckets] == [[None]]
 
 
 # ---- what loading compares -------------------------------------------------------------------------------------------

@@ -121,7 +121,7 @@ def test_tokens_give_the_text_back(make, name):
     task = Task("t", ({"role": "user", "content": text},), text, text)
     assert text in tokenizer.decode(prompt_ids(task, tokenizer, 1000))
     rollout = demonstration(task, tokenizer, 1000)
-    assert completion_text(rollout.token_ids[rollout.prompt_length :], tokenizer, stopped=True) == text
+    assert completion_text(rollout.token_ids[rollout.prompt_length :].tolist(), tokenizer, stopped=True) == text
 
 
 def test_from_rollout_to_report(tmp_path):

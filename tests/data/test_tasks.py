@@ -135,9 +135,9 @@ def test_any_text_survives_the_character_tokenizer(text):
 def test_a_demonstration_ends_with_the_end_token_and_masks_its_prompt(policy):
     rollout = demonstration(task("t", "<reversed_text>olleh</reversed_text>"), policy.tokenizer, 100)
     assert rollout.token_ids[-1] == policy.tokenizer.eos_token_id
-    assert rollout.loss_mask == [False] * rollout.prompt_length + [True] * rollout.sampled
+    assert rollout.loss_mask.tolist() == [False] * rollout.prompt_length + [True] * rollout.sampled
     assert rollout.sampled == 1 + 5 + 1 + 1  # a tag is one token
     assert (
-        completion_text(rollout.token_ids[rollout.prompt_length :], policy.tokenizer, stopped=True)
+        completion_text(rollout.token_ids[rollout.prompt_length :].tolist(), policy.tokenizer, stopped=True)
         == "<reversed_text>olleh</reversed_text>"
     )

@@ -6,7 +6,6 @@ The command's own `main` runs, in a process group of its own; its reward workers
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -24,6 +23,7 @@ from safetensors.torch import load_file
 
 from hybrid_rl.run_folder.rollouts import read_rollouts
 from tests.faults.moments import Moment, Watch
+from tests.forked import context
 
 # all that a checkpoint must hold: a critic, a frozen reference whose coefficient adapts, generators in use, the best evaluation
 SMALL = [
@@ -35,11 +35,6 @@ SMALL = [
 ]  # fmt: skip
 TIMES = {"seconds", "memory", "memory_gib", "memory_reserved_gib", "memory_device_gib", "tokens_per_second"}
 LIMIT = 120.0  # seconds for any one process
-
-context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(
-    ["torch", "torch.distributed.fsdp", "transformers", "tests.conftest", "hybrid_rl.run", "hybrid_rl.stages"]
-)
 
 
 class Run:

@@ -1,6 +1,7 @@
 import itertools
 import math
 import random
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hybrid_rl.model_folder.read import ModelError
-from hybrid_rl.policy.layout import first_fit_decreasing, pack, sampled_tokens
+from hybrid_rl.policy.layout import best_fit_decreasing, pack, sampled_tokens
 from hybrid_rl.policy.model import Policy
 from hybrid_rl.types import Rollout
 from tests.device import DEVICE, in_float32
@@ -100,32 +101,32 @@ def assert_same_gradient(actual: Tensor, expected: Tensor) -> None:
 
 
 @given(capacity=st.integers(1, 50), data=st.data())
-def test_first_fit_decreasing(capacity: int, data: st.DataObject) -> None:
+def test_best_fit_decreasing(capacity: int, data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.integers(0, capacity), max_size=40))
-    bins = first_fit_decreasing(sizes, capacity)
+    bins = best_fit_decreasing(sizes, capacity)
     assert sorted(i for b in bins for i in b) == list(range(len(sizes)))
     loads = [sum(sizes[i] for i in b) for b in bins]
     assert all(b for b in bins)
     assert all(load <= capacity for load in loads)
-    # first fit: what opened a bin had no room in any bin before it
+    # what opened a bin had no room in any bin before it
     assert all(
         loads[earlier] + sizes[bins[later][0]] > capacity for later in range(len(bins)) for earlier in range(later)
     )
     lower = max(math.ceil(sum(sizes) / capacity), sum(size > capacity / 2 for size in sizes))
     assert len(bins) <= 2 * lower + 1  # any two neighbours together fill more than one bin
-    assert first_fit_decreasing(sizes, capacity) == bins
+    assert best_fit_decreasing(sizes, capacity) == bins
 
 
 @given(splits=st.lists(st.lists(st.integers(1, 99), max_size=5), min_size=1, max_size=8))
-def test_first_fit_decreasing_is_within_its_bound_of_the_best(splits: list[list[int]]) -> None:
+def test_best_fit_decreasing_is_within_its_bound_of_the_best(splits: list[list[int]]) -> None:
     # cut each full bin of 100 at random points: the optimum is then known to be the number of bins
     sizes = [b - a for cuts in splits for edges in [sorted({0, *cuts, 100})] for a, b in itertools.pairwise(edges)]
-    assert len(first_fit_decreasing(sizes, 100)) <= 11 / 9 * len(splits) + 6 / 9
+    assert len(best_fit_decreasing(sizes, 100)) <= 11 / 9 * len(splits) + 6 / 9
 
 
 def test_a_sample_larger_than_a_row_is_refused() -> None:
     with pytest.raises(ValueError, match="11 tokens does not fit a row of 10"):
-        first_fit_decreasing([3, 11], 10)
+        best_fit_decreasing([3, 11], 10)
     for layout in LAYOUTS:
         with pytest.raises(ValueError, match="does not fit a row of 10"):
             pack([rollout([1, 2], [(True, [3])]), rollout(range(8), [(True, [1, 2, 3])])], layout, 10)
@@ -141,6 +142,39 @@ def test_128_rollouts_of_150_tokens_make_10_rows_of_2048() -> None:
     trees = pack(groups, "trees", 2048)
     assert len(trees) == 4
     assert sum(len(row.input_ids) for row in trees) == 128 * 50 + 8 * 100
+
+
+def test_the_branches_of_a_large_tree_fill_rows() -> None:
+    """16 completions of 100 to 1,000 tokens after one prompt of 50: no fewer rows could hold them, each with the prompt."""
+    numbers = random.Random(0)
+    group = [rollout([1] * 50, [(True, [2] * numbers.randint(100, 1000))]) for _ in range(16)]
+    rows = pack(group, "trees", 2048)
+    assert len(rows) == math.ceil(sum(r.sampled for r in group) / (2048 - 50))
+    assert sum(len(row.input_ids) for row in rows) == sum(r.sampled for r in group) + 50 * len(rows)
+
+
+def test_trees_are_cut_if_that_saves_rows() -> None:
+    """Trees of 60 % of a row would leave 40 % of each empty; a long prompt is not repeated for that."""
+    trees = [rollout([g] * 10, [(True, [2] * 40)]) for g in range(8) for _ in range(15)]
+    assert [len(row.input_ids) for row in pack(trees, "trees", 1000)] == [980, 990, 980, 990, 980]
+    prompts = [rollout([g] * 300, [(True, [2] * 20)]) for g in range(8) for _ in range(15)]
+    assert [len(row.input_ids) for row in pack(prompts, "trees", 1000)] == [600] * 8
+
+
+def test_rows_that_wait_take_little_memory() -> None:
+    group = [rollout([7] * 100, [(True, [8] * 1000)]) for _ in range(64)]
+    for layout in LAYOUTS:
+        tracemalloc.start()
+        try:
+            rows = pack(group, layout, 4096)
+            assert tracemalloc.get_traced_memory()[1] < 0.2 * 8 * 1100 * len(group)  # of the ids as int64
+            assert sum(len(row.targets) for row in rows) == 64_000
+            assert tracemalloc.get_traced_memory()[1] < 128 * 4096  # one row at a time
+        finally:
+            tracemalloc.stop()
+        assert [len(row.input_ids) for row in rows[:2]] == [len(rows[0].input_ids), len(rows[1].input_ids)]
+        with pytest.raises(IndexError):
+            rows[len(rows)]
 
 
 # ---- what a row says about its tokens ---------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import copy
 import math
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -108,7 +109,8 @@ def test_statistics_at_unchanged_weights(policy):
             )
             reference.load_state_dict(policy.model.state_dict())
             logprobs = torch.log_softmax(reference(torch.tensor([r.token_ids])).logits[0], -1)
-        r.logprobs = [float(logprobs[t - 1, r.token_ids[t]]) if m else 0.0 for t, m in enumerate(r.loss_mask)]
+        found = [float(logprobs[t - 1, r.token_ids[t]]) if m else 0.0 for t, m in enumerate(r.loss_mask)]
+        r.logprobs = np.array(found, np.float32)
     stats = update(policy, Recorder(policy.model), batch, ADVANTAGES, ppo_loss, 1.0)
     assert stats["clip_fraction"] == 0
     assert 0 <= stats["mismatch_kl"] < 1e-10

@@ -17,5 +17,5 @@ def test_two_processes_give_the_same_bits(tmp_path: Path, threads: int):
     folders = [tmp_path / "one", tmp_path / "two"]
     for folder in folders:
         folder.mkdir()
-        run(folder, *FEW, f"threads={threads}")
+        run(folder, *FEW, f"threads={threads}", fresh=True)  # with its own seed of the hash
     same(*folders)

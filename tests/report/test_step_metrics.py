@@ -100,7 +100,7 @@ def test_the_numbers_of_a_steps_rollouts() -> None:
     assert rollout_metrics(batch) == {
         "reward": 0.5, "reward_std": pytest.approx(math.sqrt(0.1)), "reward_min": 0.0, "reward_max": 1.0,
         "parts": {"format": 1.0, "truth": 0.2}, "parts_std": {"format": 0.0, "truth": pytest.approx(0.4)},
-        "sources": {"code": 0.5, "math": 0.5},
+        "sources": {"code": 0.5, "math": 0.5}, "groups_drawn": {"code": 1, "math": 1}, "groups_kept": {"code": 1},
         "length": 4.0, "length_max": 10, "truncated": pytest.approx(1 / 6), "repetition": 0.0,
         "rollouts": 3, "silent_groups": 3, "missing_groups": 2, "replacement_rounds": 4, "reward_errors": 1,
         "reward_faults": {"timeout": 3, "died": 1}, "source_faults": {"code": 2, "math": 2},

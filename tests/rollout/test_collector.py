@@ -1,5 +1,6 @@
 """Groups with the real engine and real reward processes: order, identity, replacement, and repeatability."""
 
+import json
 from collections.abc import Iterator
 
 import pytest
@@ -52,7 +53,9 @@ def collect(
 
 
 def fingerprint(batch):
-    return [(r.task_id, r.group_id, r.index, r.token_ids, r.logprobs, r.reward) for r in batch.rollouts]
+    return [
+        (r.task_id, r.group_id, r.index, r.token_ids.tolist(), r.logprobs.tolist(), r.reward) for r in batch.rollouts
+    ]
 
 
 def test_a_step_has_its_full_number_of_scored_rollouts_in_task_order(policy):
@@ -64,7 +67,7 @@ def test_a_step_has_its_full_number_of_scored_rollouts_in_task_order(policy):
             list(group.task.messages), add_generation_prompt=True, return_dict=False
         )
         for r in group.rollouts:
-            assert r.token_ids[: r.prompt_length] == prompt
+            assert r.token_ids[: r.prompt_length].tolist() == prompt
             assert r.versions == [(4, r.sampled)]
             assert sum(r.loss_mask) == r.sampled == len(r.token_ids) - r.prompt_length
 
@@ -90,7 +93,7 @@ def test_the_same_seed_repeats_a_run_and_another_does_not(policy):
 def test_few_slots_give_the_same_samples_as_many(policy):
     (many,), _ = collect(policy, "hash_of_answer", slots=64)
     (few,), _ = collect(policy, "hash_of_answer", slots=2)
-    assert [r.token_ids for r in many.rollouts] == [r.token_ids for r in few.rollouts]
+    assert [r.token_ids.tolist() for r in many.rollouts] == [r.token_ids.tolist() for r in few.rollouts]
 
 
 def test_silent_groups_are_replaced_up_to_a_bound_and_the_shortfall_is_reported(policy):
@@ -176,6 +179,32 @@ def test_a_restored_collector_goes_on_with_the_same_groups(policy):
         second = Collector(Generator(engine, policy.tokenizer, scorer), TASKS, Config(rollout=CONFIG), 0)
         second.restore(first.state())
         assert fingerprint(second.collect()) == fingerprint(whole[2])
+    finally:
+        scorer.close()
+
+
+def test_a_mixture_goes_on_with_its_shares_after_a_resume(policy):
+    """Replacements count as draws: two of three draws are of b, whatever is silent, and a restored collector draws the same."""
+    tasks = [
+        Task(f"{s}{i}", ({"role": "user", "content": s * (i + 1)},), str(i), source=s) for s in "ab" for i in range(6)
+    ]
+    curriculum = {"_target_": "hybrid_rl.data.curriculum.pass_rate", "pass_reward": 0.6}
+    config = Config(rollout=CONFIG, data={"weights": {"a": 1, "b": 2}, "curriculum": curriculum})
+    engine = LocalEngine(policy.model, policy.end_ids(), 64, 64)
+    engine.set_version(4)
+    scorer = Scorer({"_target_": "tests.rewards.silent_for_short"}, workers=1, timeout=5)
+    try:
+        generator = Generator(engine, policy.tokenizer, scorer)
+        first, second = (Collector(generator, tasks, config, 7) for _ in range(2))
+        batches = [first.collect(step) for step in (1, 2)]
+        drawn = [group.task.source for batch in batches for group in batch.all_groups]
+        assert sum(batch.silent_groups for batch in batches) > 0
+        assert abs(drawn.count("b") - 2 / 3 * len(drawn)) < 1
+        second.restore(json.loads(json.dumps(first.state())))
+        assert batches[-1].curriculum["not_drawn"] == 12 - len(
+            {group.task.id for batch in batches for group in batch.all_groups}
+        )
+        assert fingerprint(second.collect(3)) == fingerprint(first.collect(3))
     finally:
         scorer.close()
 
