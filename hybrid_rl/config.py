@@ -419,6 +419,14 @@ class TrackerConfig:
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
+class ConsoleKind(Enum):
+    """What a run shows on standard output."""
+
+    lines = "lines"
+    # in a terminal, and with one rank, also a view of the current phase, the last step and the course of the reward
+    live = "live"
+
+
 @dataclass
 class SweepConfig:
     """How the jobs of a sweep (-m) are ended early."""
@@ -450,6 +458,7 @@ class Config:
     # never: a new run; auto: the newest run of this recipe, if it is unfinished, else a new one; must: like auto, but
     # an error if there is none; or the folder of a run: its settings are used, and the command line only changes them
     resume: str = "never"
+    console: ConsoleKind = ConsoleKind.lines
     dry_run: bool = False  # check everything, print the plan, and stop
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
