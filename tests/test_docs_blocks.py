@@ -85,7 +85,7 @@ NOT_TRIED = {
     "export": "a shell's own",
     "head": "shows a file",
     "hf": "the network",
-    "-m hybrid_rl.smollm2": "needs a package with weights; tests/test_smollm2.py",
+    "-m hybrid_rl.model_folder.smollm2": "needs a package with weights; tests/model_folder/test_smollm2.py",
     "pre-commit": "a tool of the contributor's own environment",
     "-m http.server": "serves until it is ended",
     "-m pip": "the network",

@@ -132,7 +132,7 @@ def _folder_problem(path: str) -> str:
     if not path or not (Path(path) / "config.json").is_file():
         todo = "set {key}=/path/to/the/folder"
         if Path(path).parts[-2:] == ("hybrid_rl", "SmolLM2-135M-Instruct"):  # of preset=smollm2
-            todo = "python -m hybrid_rl.smollm2 makes it, once"
+            todo = "python -m hybrid_rl.model_folder.smollm2 makes it, once"
         return f"is not a Hugging Face model folder on this disk (one with a config.json); {todo}"
     if not any(Path(path).glob("*.safetensors")):
         return "has no *.safetensors file; convert its weights, which are read in that format only"
