@@ -294,9 +294,8 @@ class DataConfig:
     template_arguments: dict[str, Any] = field(default_factory=dict)
     # false, for base models: a prompt is the texts of its messages, a blank line between them, and no more
     chat_template: bool = True
-    tools: Optional[str] = (
-        None  # a column (task.columns) with the list of tools that the chat template shows for the task
-    )
+    # a column (task.columns) with the list of tools that the chat template shows for the task
+    tools: Optional[str] = None
     # leave out tasks whose prompt has more than rollout.max_prompt_tokens tokens, or that fill more than a row in SFT;
     # false: such a task is refused
     drop_long: bool = False

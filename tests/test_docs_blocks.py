@@ -125,6 +125,13 @@ def blocks(page: str) -> list[Block]:
 
 
 EVERY = [block for page in PAGES for block in blocks(page)]
+
+
+def whole(block: Block) -> bool:
+    """Whether a snippet is a whole recipe; a command of its page composes it."""
+    return block.kind == "yaml" and block.page in SECTIONED and block.text.startswith("# @package")
+
+
 CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 
 
@@ -204,6 +211,8 @@ def folder_of_page(ran: Path, tmp_path_factory: pytest.TempPathFactory, tiny_fol
         for kind in ("python", "yaml"):
             snippets = (block.text for block in EVERY if (block.page, block.kind) == (page, kind))
             files |= dict(zip(SAVED.get((page, kind), []), snippets, strict=False))
+        recipes = [block.text for block in EVERY if block.page == page and whole(block)]
+        files |= dict(zip(["my_conf/recipe/mine.yaml"], recipes, strict=False))
         for name, text in files.items():
             if name.endswith((".py", ".yaml", ".jsonl", ".md")):
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -373,7 +382,7 @@ def variants(text: str) -> Iterator[str]:
 SECTIONS_OF_RECIPES = [
     (block.page, text)
     for block in EVERY
-    if block.kind == "yaml" and block.page in SECTIONED
+    if block.kind == "yaml" and block.page in SECTIONED and not whole(block)
     for text in variants(block.text)
 ]
 
