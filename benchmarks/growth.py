@@ -330,9 +330,12 @@ def seconds_of(work: Work) -> float:
     for turn in range(TURNS):
         if turn and time.perf_counter() > end:
             break
+        gc.collect()
+        gc.disable()  # it would look at all records of the batch at moments of its own
         start = time.process_time()
         work()
         best = min(best, time.process_time() - start)
+        gc.enable()
     return best
 
 
@@ -358,9 +361,9 @@ def _status(name: str) -> int:
 
 
 def exponent(points: Sequence[tuple[int, float]], least: float) -> float | None:
-    """Return the slope of log(value) over log(size) of the points above the noise, None for fewer than two."""
+    """Return the slope of log(value) over log(size) of the points above the noise, None for fewer than three."""
     clear = [(math.log(size), math.log(value)) for size, value in points if value >= least]
-    if len(clear) < 2:
+    if len(clear) < 3:
         return None
     xs, ys = np.array(clear).T
     return float(np.polyfit(xs, ys, 1)[0])

@@ -138,6 +138,7 @@ def build(start: Start) -> Session:
     keep_lines = resumed.state["metrics_lines"] if resumed else 0
     metrics = Metrics(folder / "metrics.jsonl" if ranks.main else None, keep_lines)
     engine, progress = build_engine(config, policy, folder), Progress()
+    rollouts = RolloutFiles(folder / "rollouts", policy.tokenizer, ranks.main, config.rollout.keep_steps)
     session = Session(
         config=config,
         folder=folder,
@@ -149,9 +150,9 @@ def build(start: Start) -> Session:
         scorer=start.scorer,
         console=start.console,
         metrics=metrics,
-        rollouts=RolloutFiles(folder / "rollouts", policy.tokenizer, ranks.main, config.rollout.keep_steps),
+        rollouts=rollouts,
         progress=progress,
-        saver=Saver(folder / "checkpoints", config, policy, metrics, progress, data),
+        saver=Saver(folder / "checkpoints", config, policy, metrics, progress, rollouts, data),
         resumed=resumed,
     )
     if resumed:
