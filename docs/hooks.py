@@ -61,6 +61,7 @@ def settings_page() -> Iterator[str]:
         "`group=name` chooses a file. `python -m hybrid_rl.run +recipe=reverse --cfg job` prints a composed configuration."
     )
     yield from _section(settings.Config(), "")
+    yield from _section(settings.DataConfig(), "data.")
     yield "\n## Choices\n"
     yield "What each file of `conf/` changes. Keys beside a `_target_` are arguments of that function.\n"
     for group, title in GROUPS.items():

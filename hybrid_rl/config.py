@@ -292,6 +292,14 @@ class DataConfig:
 
     # variables of the model's chat template, like {enable_thinking: false}
     template_arguments: dict[str, Any] = field(default_factory=dict)
+    # false, for base models: a prompt is the texts of its messages, a blank line between them, and no more
+    chat_template: bool = True
+    tools: Optional[str] = (
+        None  # a column (task.columns) with the list of tools that the chat template shows for the task
+    )
+    # leave out tasks whose prompt has more than rollout.max_prompt_tokens tokens, or that fill more than a row in SFT;
+    # false: such a task is refused
+    drop_long: bool = False
     # share of the RL draws by source, in any unit, like {maths: 3, code: 1}; {}: all tasks are one pool
     weights: dict[str, float] = field(default_factory=dict)
     # _target_: an order of RL's tasks, see hybrid_rl/data/curriculum.py; {}: each task once an epoch
@@ -308,6 +316,17 @@ def loader(data: Mapping[Any, Any]) -> dict[str, Any]:
     """Return the other keys of `data`: the function that loads the tasks, and its arguments."""
     own = [f.name for f in fields(DataConfig)]
     return {key: value for key, value in data.items() if key not in own}
+
+
+@dataclass
+class RewardModelConfig:
+    """A sequence classifier of one label whose score is added to the reward: docs/rewards.md."""
+
+    path: Optional[str] = None  # a Hugging Face folder; null: no reward model
+    weight: float = bounded(1.0, least=-1000000.0, most=1000000.0)  # of the score; 0: logged as a measure, not paid
+    # tokens that a conversation may have for it, at most what the model takes; a longer one's reward fails
+    max_tokens: int = bounded(4096, least=1)
+    batch_tokens: int = bounded(16384, least=1)  # tokens that it reads at a time, padding included
 
 
 @dataclass
@@ -369,6 +388,8 @@ class EvalConfig:
     samples: int = bounded(1, least=1)  # completions per task; their mean counts
     greedy: bool = False  # also decode each task greedily, once, and report that beside the samples
     max_tasks: int = bounded(0, least=0)  # 0: every held-out task
+    # python -m hybrid_rl.evaluate: a second model's folder, evaluated on the same tasks with the same seeds, and compared
+    against: Optional[str] = None
     # a sample with at least this reward is correct, as pass@k counts it
     pass_reward: float = bounded(1.0, least=-1000000.0, most=1000000.0)
 
@@ -396,6 +417,14 @@ class TrackerConfig:
     # further arguments, by their names: of wandb.init, trackio.init, TensorBoard's SummaryWriter, or Accelerate's
     # MLflowTracker
     arguments: dict[str, Any] = field(default_factory=dict)
+
+
+class ConsoleKind(Enum):
+    """What a run shows on standard output."""
+
+    lines = "lines"
+    # in a terminal, and with one rank, also a view of the current phase, the last step and the course of the reward
+    live = "live"
 
 
 @dataclass
@@ -429,6 +458,7 @@ class Config:
     # never: a new run; auto: the newest run of this recipe, if it is unfinished, else a new one; must: like auto, but
     # an error if there is none; or the folder of a run: its settings are used, and the command line only changes them
     resume: str = "never"
+    console: ConsoleKind = ConsoleKind.lines
     dry_run: bool = False  # check everything, print the plan, and stop
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -441,6 +471,7 @@ class Config:
     data: dict[str, Any] = field(default_factory=lambda: asdict(DataConfig()))
     # _target_: a function (completion, task) → reward, or several by name with their weights: docs/rewards.md
     reward: dict[str, Any] = field(default_factory=dict)
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     sft: SftConfig = field(default_factory=SftConfig)
     rl: RlConfig = field(default_factory=RlConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -245,7 +245,7 @@ def main() -> int:
         print("  ranks          " + ("one for each GPU" if gpu else f"1, or several on its {cores()} cores (ranks=N)"))
         print(
             "  models         the embedded tiny Qwen3; any full-attention causal LM folder of transformers "
-            "(preset=qwen3 model.path=…; preset=smollm2: python -m hybrid_rl.smollm2)"
+            "(preset=qwen3 model.path=…; preset=smollm2: python -m hybrid_rl.model_folder.smollm2)"
         )
     return 0 if needed else 1
 

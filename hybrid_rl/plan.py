@@ -12,8 +12,7 @@ import torch
 from hybrid_rl.algo.contract import check_parts
 from hybrid_rl.algo.declared import removed_signal
 from hybrid_rl.config import Config, data_config
-from hybrid_rl.data import load_task_sets
-from hybrid_rl.data.prepare import prepare
+from hybrid_rl.data.prepare import load, prepare
 from hybrid_rl.data.render import demonstration
 from hybrid_rl.data.template import fix_template
 from hybrid_rl.engine.make import ENGINES, choose_engine
@@ -23,6 +22,7 @@ from hybrid_rl.policy import tiny
 from hybrid_rl.policy.defaults import described, settled
 from hybrid_rl.policy.layout import best_fit_decreasing
 from hybrid_rl.policy.model import pick_device
+from hybrid_rl.policy.reward_model import check_reward_model
 from hybrid_rl.preflight.budget import (
     Sizes,
     check_budget,
@@ -49,17 +49,19 @@ def print_plan(config: Config, folder: Path, console: Console, ranks: Ranks) -> 
     check_parts(config)
     if (Path(config.resume) / "config.yaml").exists():
         changed_settings(config, Path(config.resume))
-    wanted = r.batch_size // r.group_size if config.rl.steps else 0
-    tasks = load_task_sets(config.data, rl_tasks=wanted, sft_tasks=config.sft.batch_size if config.sft.steps else 0)
+    tasks = load(config)
     with tempfile.TemporaryDirectory() as temporary:
         if not config.model.path:
             tiny.create(Path(temporary), config.model.tiny, config.seed)
         tokenizer = read_tokenizer(config.model.path or temporary)
         sizes = measure(config, config.model.path or temporary)
+    if config.reward_model.path:
+        check_reward_model(config.reward_model.path)
     config = settled(config, sizes.model, device)
     now = read_clock(Path(config.resume)) if (Path(config.resume) / FILE).exists() else datetime.now()
-    fix_template(tokenizer, data_config(config.data).template_arguments, now)
+    fix_template(tokenizer, data_config(config.data), now)
     checked = prepare(config, tasks, tokenizer, sizes.model.get_text_config().vocab_size)
+    tasks = tasks.without(checked.dropped)
     lengths = check_lengths(config, sizes, checked.longest)
     prompts = [*checked.lengths["rl"], *checked.lengths["eval"]]
     scorer = Scorer(config.reward, 1, r.reward_timeout, r.reward_start_timeout)

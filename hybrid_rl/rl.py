@@ -9,7 +9,7 @@ from hybrid_rl.evaluate import evaluate
 from hybrid_rl.learner import make_learner
 from hybrid_rl.processes.deterministic import seed_all
 from hybrid_rl.report.alarms import Alarms
-from hybrid_rl.report.console import NOTHING, step_line
+from hybrid_rl.report.console import NOTHING
 from hybrid_rl.report.phases import Phases
 from hybrid_rl.report.step_metrics import phase_metrics, prompt_metrics, rollout_metrics
 from hybrid_rl.rollout.collector import Collector
@@ -76,7 +76,7 @@ def train_rl(s: Session) -> None:
             states = {"collector": collector.state(), "learner": learner.state(), "alarms": alarms.state()}
             s.saver.save("rl", step, optimizer, learner.critic, **states)
         s.console.reward_faults(batch.examples)
-        s.console.say(step_line(values, config.steps))
+        s.console.step(values, config.steps)
         for line in begun.values():
             s.console.say(f"  ! {line}")
         if idle:

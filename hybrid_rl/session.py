@@ -15,8 +15,8 @@ from omegaconf import OmegaConf
 
 from hybrid_rl.algo.contract import check_parts
 from hybrid_rl.config import Config, data_config
-from hybrid_rl.data import TaskSets, load_task_sets
-from hybrid_rl.data.prepare import prepare
+from hybrid_rl.data import TaskSets
+from hybrid_rl.data.prepare import load, prepare
 from hybrid_rl.data.render import Checked
 from hybrid_rl.data.template import fix_template
 from hybrid_rl.engine.base import KV_CACHE, WEIGHTS, Engine
@@ -29,6 +29,7 @@ from hybrid_rl.policy import tiny
 from hybrid_rl.policy.defaults import settled
 from hybrid_rl.policy.model import Policy, pick_device
 from hybrid_rl.policy.offload import release_cached
+from hybrid_rl.policy.reward_model import RewardModel, check_reward_model
 from hybrid_rl.policy.sharding import local
 from hybrid_rl.preflight.budget import check_budget, check_lengths, later_bytes, measure
 from hybrid_rl.processes import signals
@@ -63,6 +64,7 @@ class Session:
     progress: Progress
     saver: Saver
     resumed: Checkpoint | None = None  # from which the run goes on
+    reward_model: RewardModel | None = None
 
     @property
     def data_seed(self) -> int:
@@ -72,8 +74,9 @@ class Session:
     @property
     def generator(self) -> Generator:
         """What samples and scores groups of rollouts, for RL and for evaluations."""
+        policy, handover = self.policy, self.handover
         return Generator(
-            self.handover.engine, self.policy.tokenizer, self.scorer, self.policy.ranks, self.handover.revive
+            handover.engine, policy.tokenizer, self.scorer, policy.ranks, handover.revive, self.reward_model
         )
 
     def resumed_step(self, stage: str) -> int:
@@ -120,6 +123,9 @@ def build(start: Start) -> Session:
     now = ranks.from_main(lambda: read_clock(folder) if resumed else start_clock(folder))
     checked = ranks.from_main(lambda: _check_prompts(tasks, model_folder, config, now))
     sizes = ranks.from_main(lambda: measure(config, model_folder))
+    if config.reward_model.path:
+        ranks.from_main(lambda: check_reward_model(str(config.reward_model.path)))
+    tasks = tasks.without(checked.dropped)
     start.notes.extend([*tasks.notes, *checked.notes])
     start.notes.extend(ranks.from_main(lambda: check_lengths(config, sizes, checked.longest)))
     ranks.from_main(lambda: check_budget(config, sizes, device, ranks, folder))
@@ -127,7 +133,7 @@ def build(start: Start) -> Session:
         start.notes.extend(ranks.on_all(lambda: start.scorer.check([*tasks.rl, *tasks.eval])))
     torch.manual_seed(config.seed)  # adapters begin at random
     policy = Policy.load(model_folder, device, config.policy, ranks)
-    fix_template(policy.tokenizer, data_config(config.data).template_arguments, now)
+    fix_template(policy.tokenizer, data_config(config.data), now)
     threads = 1 if policy.parameter_count() < TINY_PARAMETERS else max(1, cores() // ranks.local_world)
     torch.set_num_threads(config.threads or threads)
     ranks.from_main(lambda: (folder / "rollouts").mkdir(parents=True, exist_ok=True))
@@ -137,6 +143,8 @@ def build(start: Start) -> Session:
         )
     keep_lines = resumed.state["metrics_lines"] if resumed else 0
     metrics = Metrics(folder / "metrics.jsonl" if ranks.main else None, keep_lines)
+    of_reward = config.reward_model
+    reward_model = ranks.on_all(lambda: RewardModel(of_reward, device)) if of_reward.path else None
     engine, progress = build_engine(config, policy, folder), Progress()
     rollouts = RolloutFiles(folder / "rollouts", policy.tokenizer, ranks.main, config.rollout.keep_steps)
     session = Session(
@@ -154,6 +162,7 @@ def build(start: Start) -> Session:
         progress=progress,
         saver=Saver(folder / "checkpoints", config, policy, metrics, progress, rollouts, data),
         resumed=resumed,
+        reward_model=reward_model,
     )
     if resumed:
         ranks.on_all(lambda: engine.sleep([KV_CACHE, WEIGHTS]))  # a new one is awake; the run may go on with training
@@ -174,13 +183,8 @@ def build_engine(config: Config, policy: Policy, folder: Path | None = None) -> 
 
 def _load_tasks(start: Start) -> tuple[TaskSets, dict[str, str]]:
     """Return the task sets and their digests. Raise CheckpointError if a resumed run began with others."""
-    config, rollout = start.config, start.config.rollout
-    tasks = load_task_sets(
-        config.data,
-        rl_tasks=rollout.batch_size // rollout.group_size if config.rl.steps else 0,
-        sft_tasks=config.sft.batch_size if config.sft.steps else 0,
-    )
-    data = start.ranks.from_main(lambda: digests(config, tasks))
+    tasks = load(start.config)
+    data = start.ranks.from_main(lambda: digests(start.config, tasks))
     if start.resumed:
         start.notes.extend(check_data(start.resumed, data))
     return tasks, data
@@ -189,7 +193,7 @@ def _load_tasks(start: Start) -> tuple[TaskSets, dict[str, str]]:
 def _check_prompts(tasks: TaskSets, model_folder: Path, config: Config, now: datetime) -> Checked:
     """Check, before the model loads, that each task can be rendered and fits."""
     vocabulary = read_config(model_folder).get_text_config().vocab_size
-    tokenizer = fix_template(read_tokenizer(model_folder), data_config(config.data).template_arguments, now)
+    tokenizer = fix_template(read_tokenizer(model_folder), data_config(config.data), now)
     return prepare(config, tasks, tokenizer, vocabulary)
 
 

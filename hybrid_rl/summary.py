@@ -88,6 +88,7 @@ def _summary(s: Session) -> dict[str, object]:
         "seed": s.config.seed,
         **{f"eval/{name}": s.progress.evaluations.get(name) for name in names},
         "best": {**best, "checkpoint": f"checkpoints/{s.saver.best}"} if best else None,
+        "tasks": {"sft": len(s.tasks.sft), "rl": len(s.tasks.rl), "eval": len(s.tasks.eval), "notes": s.tasks.notes},
         "seconds": s.progress.clock.spent(),
         "versions": versions(),
         "machine": machine(),

@@ -15,10 +15,13 @@ import pytest
 from hybrid_rl.config import Config, EvalConfig, RolloutConfig
 from hybrid_rl.data import TaskSets
 from hybrid_rl.engine.local import LocalEngine
-from hybrid_rl.evaluate import evaluate, scores
+from hybrid_rl.evaluate import evaluate
 from hybrid_rl.policy.model import Policy
+from hybrid_rl.report import versus
 from hybrid_rl.report.console import Console, eval_line, source_lines
+from hybrid_rl.report.scores import scores
 from hybrid_rl.rollout.rewards import Scorer
+from hybrid_rl.run_folder.rollouts import write_rollouts
 from hybrid_rl.types import Group, Rollout, Task
 from tests.sessions import make_session
 
@@ -141,16 +144,17 @@ def test_which_k(samples: int, ks: list[str] | None) -> None:
         assert "reward 0.125 on 2 held-out tasks × 4 samples, pass@1 0.12 pass@4 0.50, length" in line
 
 
+def made(id: int, source: str, samples: list[tuple[float, str | None]]) -> Group:
+    rollouts = []
+    for index, (reward, answer) in enumerate(samples):
+        r = Rollout(f"t{id}", id, index, 0, [1])
+        r.score(reward, {}, {"gold": reward / 2}, answer)
+        rollouts.append(r)
+    return Group(id, Task(f"t{id}", ({"role": "user", "content": "x"},), "a", source=source), rollouts)
+
+
 def test_majority_and_measures_by_source() -> None:
     """Against a count by hand: 3 of 4 say the right answer; a tie of a right and a wrong answer; no answer at all."""
-
-    def made(id: int, source: str, samples: list[tuple[float, str | None]]) -> Group:
-        rollouts = []
-        for index, (reward, answer) in enumerate(samples):
-            r = Rollout(f"t{id}", id, index, 0, [1])
-            r.score(reward, {}, {"gold": reward / 2}, answer)
-            rollouts.append(r)
-        return Group(id, Task(f"t{id}", ({"role": "user", "content": "x"},), "a", source=source), rollouts)
 
     groups = [
         made(0, "x", [(1.0, "a"), (1.0, "a"), (1.0, "a"), (0.0, "b")]),
@@ -166,9 +170,37 @@ def test_majority_and_measures_by_source() -> None:
     means = [0.75, 0.5, 0.0, 0.25]
     error = stdev(means) / 2
     assert values["interval"] == pytest.approx([fmean(means) - 1.96 * error, fmean(means) + 1.96 * error], abs=1e-5)
+    assert values["intervals"]["correct"] == values["intervals"]["pass@1"] == values["interval"]
+    of_y = [0.0, 0.5]  # pass@2 of the two tasks of y: C(3, 2) of C(4, 2) pairs hold no right sample
+    half = 1.959964 * stdev(of_y) / 2**0.5
+    assert values["by_source"]["y"]["intervals"]["pass@2"] == pytest.approx([0.25 - half, 0.25 + half], abs=1e-5)
+    assert values["by_source"]["x"]["intervals"]["maj@4"] == pytest.approx([0.75 - 0.49, 0.75 + 0.49], abs=1e-4)
     values |= {"name": "model", "tasks": 4, "samples": 4, "length": 1.0, "truncated": 0.0, "reward_errors": 0}
     assert "pass@1 0.38 pass@4 0.75 maj@4 0.38, length" in eval_line(values)
-    assert list(source_lines(values))[2].startswith("y: reward 0.125 (gold 0.062), 95% -0.")
+    shown = list(source_lines(values))[2]
+    assert shown.startswith("y: reward 0.125 (gold 0.062), 95% -0.")
+    assert ", pass@2 0.250 [-0.240, 0.740], pass@4 0.500 [" in shown
+
+
+def test_two_models_are_compared_task_by_task(tmp_path: Path) -> None:
+    """Against a paired t test by hand: differences of 1, 0, 0.5 and 0.5, and a task that only one model was given."""
+    rewards = {"a": ([1, 1], [1, 0], [1, 0], [0, 1], [1, 1]), "b": ([0, 0], [0, 1], [0, 0], [0, 0])}
+    for name, of_tasks in rewards.items():
+        (tmp_path / name / "rollouts").mkdir(parents=True)
+        groups = [made(i, "xxyyy"[i], [(float(r), None) for r in own]) for i, own in enumerate(of_tasks)]
+        write_rollouts(tmp_path / name / "rollouts" / "eval_model.parquet", groups, [""] * len(groups), {}, ())
+    found = versus.versus(tmp_path / "a", tmp_path / "b", 1.0)
+    assert (found["tasks"], found["left_out"], list(found["by_source"])) == (4, 1, ["x", "y"])
+    half = 3.182446 * stdev([1, 0, 0.5, 0.5]) / 2  # the 97.5 % quantile of Student's t with 3 degrees of freedom
+    reward = found["all"]["reward"]
+    assert reward["difference"] == 0.5
+    assert reward["interval"] == pytest.approx([0.5 - half, 0.5 + half], abs=1e-5)
+    assert reward["p"] == pytest.approx(0.0917, abs=1e-4)  # t = 0.5 / 0.2041 = 2.449
+    assert found["all"]["pass@2"]["difference"] == 0.75
+    assert found["by_source"]["y"]["reward"] == {"difference": 0.5, "interval": [0.5, 0.5], "p": 0.0}
+    said = list(versus.lines(found))
+    assert said[0].startswith("all tasks (4): reward +0.500 [-0.150, +1.150] p 0.092, correct +0.500")
+    assert said[2].startswith("y (2): reward +0.500 [+0.500, +0.500] p 0,")
 
 
 def test_greedy_beside_samples(policy: Policy, tmp_path: Path, shown: Any) -> None:

@@ -239,7 +239,7 @@ def test_the_folder_alone_says_how_to_go_on(whole, tmp_path):
 def test_a_finished_model_is_evaluated_again(whole, tmp_path):
     """Nothing is trained, saved or exported, and the line does not call it the base model; rewards are those of the run's own evaluation."""
     model = run_folder(whole[0]) / "final"
-    output = command(tmp_path, *SMALL, f"model.path={model}", module="hybrid_rl.evaluate")
+    output = command(tmp_path, *SMALL, f"model.path={model}", f"eval.against={model}", module="hybrid_rl.evaluate")
     lines = [line for line in output.splitlines() if line.startswith("evaluation")]
     (before,) = [line for line in whole[1].splitlines() if line.startswith("evaluation of the model after RL")]
     assert lines[0] == before.replace("the model after RL", "the model")
@@ -250,6 +250,10 @@ def test_a_finished_model_is_evaluated_again(whole, tmp_path):
     assert {key for key in json.loads((folder / "summary.json").read_text()) if key.startswith("eval/")} == {
         "eval/model"
     }
+    found = json.loads((folder / "versus.json").read_text())  # of a model and itself: the same tasks and seeds
+    assert (found["tasks"], found["left_out"]) == (8, 0)
+    assert found["all"]["reward"] == {"difference": 0.0, "interval": [0.0, 0.0], "p": 1.0}
+    assert "  all tasks (8): reward +0.000 [+0.000, +0.000] p 1, correct +0.000" in output
 
 
 SCRIPT = f"""

@@ -132,7 +132,7 @@ def load_tasks(
             where = ", ".join(source.where for source in found)
             raise DataError(f"{where}: has no rows; data.{name} needs at least one")
     notes = tuple(f"left out {count:,} {what}" for what, count in dropped.items())
-    return TaskSets(**sets, notes=notes)
+    return TaskSets(sets["sft"], sets["rl"], sets["eval"], notes)
 
 
 def _tasks(name: str, found: Sequence[Source], base: Mapping) -> Iterator[tuple[str, str, Task]]:

@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rl.config import Config, data_config
 from hybrid_rl.data.draws import make_draws
-from hybrid_rl.data.render import Checked, check_prompts
-from hybrid_rl.data.tasks import TaskSets
+from hybrid_rl.data.render import Checked, Limits, check_prompts
+from hybrid_rl.data.tasks import TaskSets, check_sizes, load_task_sets
+
+
+def load(config: Config) -> TaskSets:
+    """Return the tasks of `data`. Raises DataError for data that cannot be used, and for too few tasks."""
+    return load_task_sets(config.data, **_needed(config))
 
 
 def prepare(config: Config, sets: TaskSets, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> Checked:
     """Check that every task can be rendered, fits, and can be drawn. Raises DataError for the first that cannot.
 
-    `vocabulary` is the number of tokens that the model knows.
+    `vocabulary` is the number of tokens that the model knows. With data.drop_long the result says which tasks to drop.
     """
-    checked = check_prompts(
-        sets,
-        tokenizer,
-        vocabulary,
-        max_tokens=config.rollout.max_prompt_tokens,
-        row_tokens=config.policy.row_tokens,
-        sft=bool(config.sft.steps),
-    )
+    data = data_config(config.data)
+    limits = Limits(config.rollout.max_prompt_tokens, config.policy.row_tokens, data.drop_long)
+    checked = check_prompts(sets, tokenizer, vocabulary, limits, sft=bool(config.sft.steps))
+    kept, needed = sets.without(checked.dropped), _needed(config)
+    check_sizes(kept, **needed)
     if config.rl.steps:
-        groups = config.rollout.batch_size // config.rollout.group_size
-        make_draws(sets.rl, data_config(config.data), seed=0, at_least=groups)
+        make_draws(kept.rl, data, seed=0, at_least=needed["rl_tasks"])
     return checked
+
+
+def _needed(config: Config) -> dict[str, Any]:
+    """Return how many tasks a step needs of each set that is trained on."""
+    groups = config.rollout.batch_size // config.rollout.group_size
+    return {
+        "rl_tasks": groups if config.rl.steps else 0,
+        "sft_tasks": config.sft.batch_size if config.sft.steps else 0,
+    }

@@ -39,10 +39,28 @@ class Checked:
     lengths: dict[str, list[int]]
     longest: int  # the longest demonstration with its prompt, in tokens; 0 without SFT
     notes: list[str]
+    dropped: dict[str, str]  # id of each task that is too long → why, if such tasks are dropped
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How long tasks may be, in tokens: a prompt, and for SFT a prompt with its demonstration."""
+
+    prompt: int
+    row: int
+    drop: bool = False  # tasks that are longer, instead of refusing them
+
+    def problem(self, prompt: int, demonstration: int | None = None) -> str:
+        """Return why a task of these lengths is dropped, "" if it is not."""
+        if self.drop and prompt > self.prompt:
+            return f"prompt over rollout.max_prompt_tokens={self.prompt} tokens"
+        if self.drop and demonstration is not None and prompt + demonstration > self.row:
+            return f"prompt and demonstration over policy.row_tokens={self.row} tokens"
+        return ""
 
 
 def check_prompts(
-    sets: TaskSets, tokenizer: PreTrainedTokenizerBase, vocabulary: int, *, max_tokens: int, row_tokens: int, sft: bool
+    sets: TaskSets, tokenizer: PreTrainedTokenizerBase, vocabulary: int, limits: Limits, *, sft: bool
 ) -> Checked:
     """Render every prompt, and where `sft` every demonstration, before the model, which knows `vocabulary` tokens, loads.
 
@@ -50,7 +68,7 @@ def check_prompts(
     later is the same again. Raises DataError for the first that cannot be used, and for a program that does not end.
     """
     try:
-        return bounded(lambda begin: _check(sets, tokenizer, vocabulary, max_tokens, row_tokens, sft, begin), SECONDS)
+        return bounded(lambda begin: _check(sets, tokenizer, vocabulary, limits, sft, begin), SECONDS)
     except Overrun as error:
         raise DataError(
             f"{error.doing} of {tokenizer.name_or_path or 'the model'} {error.text}; mend it in the model's folder, or use another model"
@@ -61,13 +79,13 @@ def _check(
     sets: TaskSets,
     tokenizer: PreTrainedTokenizerBase,
     vocabulary: int,
-    max_tokens: int,
-    row_tokens: int,
+    limits: Limits,
     sft: bool,
     begin: Begin,
 ) -> Checked:
     template: Any = tokenizer.apply_chat_template
     lengths: dict[str, list[int]] = {}
+    dropped: dict[str, str] = {}
     absent: dict[str, list[str]] = {}  # by role the tasks that have a message which the template leaves out
     idle = (
         set(template.arguments) if isinstance(template, Template) else set()
@@ -100,13 +118,19 @@ def _check(
                 names = [f"task {task.id}, demonstration: the tokenizer" for task in some]
                 answers = _each([f"{task.demonstration}{closing(tokenizer)}" for task in some], tokenizer, names, begin)
             for task, prompt, answer in zip(some, prompts, answers, strict=True):
-                problem = _prompt_problem(prompt, tokenizer, max_tokens)
+                if why := limits.problem(len(prompt), len(answer) if name == "sft" else None):
+                    dropped[task.id] = why
+                    continue
+                problem = _prompt_problem(prompt, tokenizer, limits.prompt)
                 if not problem and (last := max(*prompt, *answer, 0)) >= vocabulary:
                     problem = (
                         f"the tokenizer gives token {last}, the model knows {vocabulary}; they do not belong together"
                     )
-                if not problem and name == "sft" and (length := len(prompt) + len(answer)) > row_tokens:
-                    problem = f"prompt and demonstration have {length} tokens, policy.row_tokens={row_tokens}; raise it or drop the task"
+                if not problem and name == "sft" and (length := len(prompt) + len(answer)) > limits.row:
+                    problem = (
+                        f"prompt and demonstration have {length} tokens, policy.row_tokens={limits.row}; raise it or drop "
+                        "the task (data.drop_long=true drops all that are too long)"
+                    )
                 if problem:
                     raise DataError(f"task {task.id}: {problem}")
                 lengths[name].append(len(prompt))
@@ -119,7 +143,7 @@ def _check(
     notes += [
         f"{KEY}.{argument}={json.dumps(template.arguments[argument])} changes no prompt" for argument in sorted(idle)
     ]
-    return Checked(lengths, longest, [*notes, *filter(None, [marks_in(sets, tokenizer)])])
+    return Checked(lengths, longest, [*notes, *filter(None, [marks_in(sets, tokenizer)])], dropped)
 
 
 def _each(
@@ -181,8 +205,9 @@ def _check_end(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def _text(task: Task, template: Callable[..., Any]) -> str:
+    own = template.own(task) if isinstance(template, Template) else {}
     try:
-        return str(template(list(task.messages), add_generation_prompt=True, tokenize=False))
+        return str(template(list(task.messages), add_generation_prompt=True, tokenize=False, **own))
     except MemoryError:
         raise
     except Exception as error:  # the template is a program that came with the model: it may raise anything
@@ -208,7 +233,10 @@ def _prompt_problem(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, max_
     if not ids:
         return "its prompt has no tokens; the tokenizer's chat template makes nothing of its messages"
     if len(ids) > max_tokens:
-        return f"its prompt has {len(ids)} tokens, rollout.max_prompt_tokens={max_tokens}; raise it or drop the task"
+        return (
+            f"its prompt has {len(ids)} tokens, rollout.max_prompt_tokens={max_tokens}; raise it or drop the task "
+            "(data.drop_long=true drops all that are too long)"
+        )
     if len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:
         return "its prompt begins with the start token (bos) twice; take one out of the tokenizer's chat template"
     return ""

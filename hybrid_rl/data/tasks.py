@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import traceback
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ class TaskSets:
     rl: Sequence[Task]
     eval: Sequence[Task]
     notes: tuple[str, ...] = ()  # what a user should know of them: what was left out, and why
+    dropped: Mapping[str, int] = field(default_factory=dict)  # set → its tasks that were too long
 
     def __post_init__(self) -> None:
         owner: dict[str, str] = {}
@@ -42,6 +44,23 @@ class TaskSets:
                     where = f"twice in {name}" if owner[task.id] == name else f"in both {owner[task.id]} and {name}"
                     raise DataError(f"data: task {task.id!r} is {where}; ids must be unique and the sets disjoint")
                 owner[task.id] = name
+
+    def without(self, dropped: Mapping[str, str]) -> TaskSets:
+        """Return the sets without these tasks, id → why; the notes count them by set, source and reason."""
+        if not dropped:
+            return self
+        kept: dict[str, list[Task]] = {}
+        counts, notes = dict[str, int](), list[str]()
+        for name, tasks in (("rl", self.rl), ("eval", self.eval), ("sft", self.sft)):
+            kept[name] = [task for task in tasks if task.id not in dropped]
+            if out := [task for task in tasks if task.id in dropped]:
+                counts[name] = len(out)
+                sizes, reasons = Counter(task.source for task in tasks), Counter((t.source, dropped[t.id]) for t in out)
+                notes += [
+                    f"dropped {count:,} of {sizes[source]:,} {name} tasks{source and f' of {source}'}: {why}"
+                    for (source, why), count in sorted(reasons.items())
+                ]
+        return replace(self, **kept, notes=(*self.notes, *notes), dropped=counts)
 
     def digests(self) -> dict[str, str]:
         """Return a SHA-256 of each set by name: everything that its tasks say, in their order."""
@@ -99,6 +118,14 @@ def load_task_sets(config: dict[str, Any], *, rl_tasks: int, sft_tasks: int) -> 
         raise DataError(
             f"data._target_={config['_target_']} returned {type(sets).__name__}, not hybrid_rl.data.TaskSets"
         )
+    check_sizes(sets, rl_tasks, sft_tasks)
+    if sft_tasks and (bare := next((t for t in sets.sft if t.demonstration is None), None)):
+        raise DataError(f"data: task {bare.id!r} of the sft set has no demonstration; give it one or set sft.steps=0")
+    return sets
+
+
+def check_sizes(sets: TaskSets, rl_tasks: int, sft_tasks: int) -> None:
+    """Raise DataError for a set smaller than what one step draws from it (0: set unused)."""
     for name, tasks, needed, key in (
         ("rl", sets.rl, rl_tasks, "rollout.batch_size / rollout.group_size"),
         ("sft", sets.sft, sft_tasks, "sft.batch_size"),
@@ -107,10 +134,8 @@ def load_task_sets(config: dict[str, Any], *, rl_tasks: int, sft_tasks: int) -> 
         if len(tasks) < needed:
             raise DataError(
                 f"data: the {name} set has {len(tasks)} tasks, fewer than the {needed} that a step needs ({key})"
+                + "".join(f"; {note}" for note in sets.notes if name in sets.dropped)
             )
-    if sft_tasks and (bare := next((t for t in sets.sft if t.demonstration is None), None)):
-        raise DataError(f"data: task {bare.id!r} of the sft set has no demonstration; give it one or set sft.steps=0")
-    return sets
 
 
 def told(error: BaseException) -> str:

@@ -6,7 +6,7 @@ import difflib
 import json
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from types import SimpleNamespace
 from typing import Any
@@ -15,17 +15,28 @@ from jinja2 import Environment, TemplateError, meta
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
+from hybrid_rl.config import DataConfig
+from hybrid_rl.data.rows import short
 from hybrid_rl.data.tasks import DataError
+from hybrid_rl.model_folder.read import ModelError
+from hybrid_rl.types import Task
 
 SET_BY_THE_RUN = ("messages", "add_generation_prompt")
 KEY = "data.template_arguments"
+# of a base model: what its messages say
+PLAIN = "{% for message in messages %}{{ '' if loop.first else '\\n\\n' }}{{ message.content }}{% endfor %}"
 
 
 class Template:
-    """A tokenizer's `apply_chat_template` in which `arguments` are the template's variables, and it is always `now`."""
+    """A tokenizer's `apply_chat_template` in which `arguments` are the template's variables, and it is always `now`.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], now: datetime):
-        self.tokenizer, self.arguments, self.now = tokenizer, dict(arguments), now
+    `tools` names the column of a task that holds its own tools.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], now: datetime, tools: str | None = None
+    ):
+        self.tokenizer, self.arguments, self.now, self.tools = tokenizer, dict(arguments), now, tools
 
     def __call__(self, conversation: Any, **options: Any) -> Any:
         with _clock(self.now):
@@ -34,13 +45,26 @@ class Template:
             )
 
     def without(self, argument: str) -> Template:
-        return Template(
-            self.tokenizer, {name: value for name, value in self.arguments.items() if name != argument}, self.now
-        )
+        others = {name: value for name, value in self.arguments.items() if name != argument}
+        return Template(self.tokenizer, others, self.now, self.tools)
+
+    def own(self, task: Task) -> dict[str, Any]:
+        """Return the variables of the task's own. Raises DataError for tools that are no list of objects."""
+        found = task.columns.get(self.tools) if self.tools else None
+        if isinstance(found, str):
+            with suppress(ValueError):
+                found = json.loads(found)
+        if found is None:
+            return {}
+        if not isinstance(found, list) or not all(isinstance(tool, dict) for tool in found):
+            raise DataError(
+                f"task {task.id}: {self.tools}={short(found)}: must be a list of JSON descriptions of tools, or its text"
+            )
+        return {"tools": found}
 
     def check(self) -> None:
         """Raise DataError for an argument that the template does not use."""
-        if not self.arguments:
+        if not self.arguments and not self.tools:
             return
         try:
             source = self.tokenizer.get_chat_template(None, self.arguments.get("tools"))
@@ -51,6 +75,8 @@ class Template:
         except (ValueError, TemplateError, RecursionError) as error:
             raise DataError(f"the model's chat template cannot be read: {' '.join(str(error).split())}") from error
         known = sorted(used - {*SET_BY_THE_RUN, "strftime_now", "raise_exception"} - Environment().globals.keys())
+        if self.tools and "tools" not in known:
+            raise DataError(f"data.tools={self.tools}: the model's chat template shows no tools; leave it out")
         for name, value in self.arguments.items():
             if name in SET_BY_THE_RUN:
                 raise DataError(f"{KEY}.{name}={json.dumps(value)}: is set by the run; remove it")
@@ -62,11 +88,21 @@ class Template:
                 )
 
 
-def fix_template(
-    tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], now: datetime
-) -> PreTrainedTokenizerBase:
-    """Make the tokenizer render every chat with these arguments of its template and at this time; return it."""
-    tokenizer.apply_chat_template = Template(tokenizer, arguments, now)  # type: ignore[method-assign, assignment]
+def fix_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig, now: datetime) -> PreTrainedTokenizerBase:
+    """Make the tokenizer render every chat as `data` says and at this time; return it.
+
+    Raises ModelError if it has no chat template and needs one.
+    """
+    if not data.chat_template:
+        begins = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+        tokenizer.chat_template = ("{{ bos_token }}" if begins else "") + PLAIN
+    elif tokenizer.chat_template is None:
+        raise ModelError(
+            f"model.path={tokenizer.name_or_path}: the tokenizer has no chat template; add chat_template.jinja to the "
+            "folder, or set data.chat_template=false for a base model"
+        )
+    template = Template(tokenizer, data.template_arguments, now, data.tools)
+    tokenizer.apply_chat_template = template  # type: ignore[method-assign, assignment]
     return tokenizer
 
 

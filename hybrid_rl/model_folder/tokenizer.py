@@ -23,7 +23,7 @@ ANSWER = "an answer"
 def read_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     """Return the folder's tokenizer; if there is a tokenizer.json, it splits and decodes text as that file defines.
 
-    Raises ModelError if the folder has no usable tokenizer or chat template.
+    Raises ModelError if the folder has no usable tokenizer.
     """
     tokenizer = _load(AutoTokenizer, folder)
     file = Path(folder) / "tokenizer.json"
@@ -41,10 +41,6 @@ def read_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     if not tokenizer.encode("0 a", add_special_tokens=False):  # without files transformers makes an empty tokenizer
         raise ModelError(
             f"model.path={folder} has no tokenizer; copy its tokenizer.json and tokenizer_config.json into the folder"
-        )
-    if tokenizer.chat_template is None:
-        raise ModelError(
-            f"model.path={folder}: the tokenizer has no chat template; add chat_template.jinja to the folder"
         )
     config = read_config(folder)
     if (rows := config.get_text_config().vocab_size) < tokenizer.vocab_size:

@@ -62,7 +62,8 @@ def check_names(overrides: Sequence[Override], folders: Sequence[Path]) -> None:
             options = sorted(file.stem for folder in folders for file in (folder / key).glob("*.yaml"))
             for choice in value.strip("[]").split(","):  # a list chooses several of a group
                 if choice and choice not in options:
-                    line = f"{key}={value} (command line): there is no such choice; {nearest(choice, options)}"
+                    near = nearest(choice, options, f"there are: {', '.join(options)}")
+                    line = f"{key}={value} (command line): there is no such choice; {near}"
                     if key == "recipe":
                         line += "; a recipe is chosen with +recipe=NAME, one of your own with --config-dir FOLDER too"
                     raise ConfigError(line)

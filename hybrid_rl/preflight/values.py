@@ -116,19 +116,27 @@ def value_problems(c: DictConfig) -> Iterator[tuple[str, str]]:
             "rl.keep_best",
             "compares evaluations, and rl.eval_every=0 means there are none between steps; set rl.eval_every",
         )
+    if c.eval.against is not None and (c.sft.steps or c.rl.steps):
+        yield "eval.against", "is of evaluations alone: python -m hybrid_rl.evaluate … eval.against=<folder>"
+    for key in ("model.path", "eval.against", "reward_model.path"):
+        if (path := OmegaConf.select(c, key)) is not None and (why := _folder_problem(path)):
+            yield key, why.format(key=key)
     if c.sweep.prune and not c.rl.eval_every:
         yield "sweep.prune", "compares evaluations between steps, and rl.eval_every=0 means none; set rl.eval_every"
-    if c.model.path is not None:
-        folder = Path(c.model.path)
-        if not c.model.path or not (folder / "config.json").is_file():
-            todo = "set model.path=/path/to/the/folder"
-            if folder.parts[-2:] == ("hybrid_rl", "SmolLM2-135M-Instruct"):  # of preset=smollm2
-                todo = "python -m hybrid_rl.smollm2 makes it, once"
-            yield "model.path", f"is not a Hugging Face model folder on this disk (one with a config.json); {todo}"
-        elif not any(folder.glob("*.safetensors")):
-            yield "model.path", "has no *.safetensors file; convert its weights, which are read in that format only"
     for key in ("data", "reward"):
         yield from _part_problems(key, c)
+
+
+def _folder_problem(path: str) -> str:
+    """Return why a path is no model folder to load, "" if it may be one."""
+    if not path or not (Path(path) / "config.json").is_file():
+        todo = "set {key}=/path/to/the/folder"
+        if Path(path).parts[-2:] == ("hybrid_rl", "SmolLM2-135M-Instruct"):  # of preset=smollm2
+            todo = "python -m hybrid_rl.model_folder.smollm2 makes it, once"
+        return f"is not a Hugging Face model folder on this disk (one with a config.json); {todo}"
+    if not any(Path(path).glob("*.safetensors")):
+        return "has no *.safetensors file; convert its weights, which are read in that format only"
+    return ""
 
 
 def _part_problems(key: str, c: DictConfig) -> Iterator[tuple[str, str]]:

@@ -77,6 +77,11 @@ def progress() -> None:
         _own.put()
 
 
+def current() -> str:
+    """Return the name of this process's phase, "" if it records none."""
+    return _own.name.decode(errors="replace") if _own else ""
+
+
 def begin() -> None:
     """Start recording the progress of this rank.
 

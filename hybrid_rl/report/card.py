@@ -46,6 +46,9 @@ def _card(run: Run, curve: bool) -> str:
     if steps := method(run.config):
         lines.append(f"{mapping(run.config, 'rl')['steps']} RL steps: " + ", ".join(steps) + ".")
     lines.append(_evaluations(run))
+    notes = mapping(run.summary, "tasks").get("notes")
+    if isinstance(notes, list) and notes:
+        lines.append("## Data\n\n" + "\n".join(f"- {text(note)}" for note in notes))
     if curve:
         lines.append(f"![Reward by RL step]({CURVE})")
     if command := text(origin.get("command")):

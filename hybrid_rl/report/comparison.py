@@ -32,7 +32,7 @@ from hybrid_rl.report.templates import templates
 
 LAST = 10  # RL steps that a final value is the mean of
 # settings that do not make a run another experiment
-IGNORED = ("seed", "resume", "output_dir", "dry_run", "tracker", "sweep")
+IGNORED = ("seed", "resume", "output_dir", "dry_run", "tracker", "sweep", "console")
 # key → title, unit, scale
 CURVES: dict[str, tuple[str, str, Scale]] = {
     "reward": ("Reward", "mean of a step", PLAIN),

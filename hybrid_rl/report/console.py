@@ -29,8 +29,16 @@ class Console:
     """A writer of plain lines to standard output, with a progress bar in a terminal; `quiet` prints nothing."""
 
     def __init__(self, quiet: bool = False) -> None:
-        self._rich = RichConsole(highlight=False, soft_wrap=True, quiet=quiet, emoji=False)
+        # in a notebook too lines are text on standard output: rich would make an HTML block of each
+        self._rich = RichConsole(highlight=False, soft_wrap=True, quiet=quiet, emoji=False, force_jupyter=False)
         self._said: set[str] = set()
+
+    def __enter__(self) -> Console:
+        """Return the console: a run lasts as long as its context."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Do nothing; live.LiveConsole takes its view away."""
 
     def say(self, text: str = "") -> None:
         """Print lines. Control characters are escaped, since the text may contain what a model or a reward wrote."""
@@ -47,6 +55,10 @@ class Console:
         for kind, example in examples.items():
             line = f"reward failed ({kind}), {example}; the next ones of this kind are only counted"
             self.say_once(f"reward {kind}", line)
+
+    def step(self, values: dict[str, Any], steps: int) -> None:
+        """Print the line of an RL step."""
+        self.say(step_line(values, steps))
 
     def heading(self, text: str) -> None:
         """Print a bold line after an empty one."""
@@ -173,8 +185,17 @@ def source_lines(m: dict[str, Any]) -> Iterator[str]:
     """Yield one line about each source of an evaluation, with the 95 % interval of its reward; first of all tasks."""
     for source, values in {"all tasks": m, **m.get("by_source", {})}.items():
         low, high = values["interval"] or (values["reward"], values["reward"])
-        tries = f", {_tries(values)}" if values.get("pass_at") else ""
-        yield f"{source}: reward {_reward(values)}, 95% {low:.3f} to {high:.3f}, correct {values['correct']:.1%}{tries}"
+        scores = f", correct {values['correct']:.1%}{_range(values, 'correct', '.1%')}"
+        for kind in ("pass", "maj"):
+            for k, value in values.get(f"{kind}_at", {}).items():
+                scores += f", {kind}@{k} {value:.3f}{_range(values, f'{kind}@{k}', '.3f')}"
+        yield f"{source}: reward {_reward(values)}, 95% {low:.3f} to {high:.3f}{scores}"
+
+
+def _range(values: dict[str, Any], name: str, form: str) -> str:
+    """Return the 95 % interval of a score in brackets, "" if there is none."""
+    found = values.get("intervals", {}).get(name)
+    return f" [{found[0]:{form}}, {found[1]:{form}}]" if found else ""
 
 
 def _reward(values: dict[str, Any]) -> str:

@@ -46,6 +46,11 @@ def exact(completion: str, task: Task, within: str | None = None, ignore_case: b
     return float(found == truth), {"answer": found}
 
 
+def zero(completion: str, task: Task) -> float:
+    """Pay nothing: for runs that are paid by a reward model alone (reward_model.path)."""
+    return 0.0
+
+
 def contains(completion: str, task: Task) -> float:
     """Pay 1 if task.answer occurs in the completion."""
     return float(task.answer in completion)

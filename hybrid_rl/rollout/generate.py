@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -11,7 +12,17 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rl.data.render import completion_text, prompt_ids
-from hybrid_rl.engine.base import Completion, Engine, EngineDied, EngineError, Request, Sampling, request_seed
+from hybrid_rl.engine.base import (
+    KV_CACHE,
+    Completion,
+    Engine,
+    EngineDied,
+    EngineError,
+    Request,
+    Sampling,
+    request_seed,
+)
+from hybrid_rl.policy.reward_model import RewardModel
 from hybrid_rl.processes.ranks import Ranks
 from hybrid_rl.rollout.rewards import Scorer
 from hybrid_rl.types import Group, Rollout, Task
@@ -26,6 +37,7 @@ class Generator:
     scorer: Scorer
     ranks: Ranks = field(default_factory=Ranks)
     revive: Callable[[EngineDied], None] | None = None  # restarts a dead engine with the current weights; collective
+    reward_model: RewardModel | None = None
 
     def new_group(self, id: int, task: Task, size: int, max_prompt_tokens: int, *seed_facts: object) -> Group:
         """Return a group of empty rollouts: the prompt is rendered once, and each rollout has a random stream."""
@@ -64,11 +76,25 @@ class Generator:
                 raise death or deaths[0]
             self.revive(deaths[0])
         self.scorer.finish()
+        if self.reward_model:
+            self._pay([order[i] for i in mine], self.reward_model)
         if self.ranks.world > 1:
             everyone = chain.from_iterable(self.ranks.all_gather([order[i][1] for i in mine]))
             for group in groups:
                 group.rollouts = [next(everyone) for _ in group.rollouts]
         return sum(rollout.error is not None for group in groups for rollout in group.rollouts)
+
+    def _pay(self, order: Sequence[tuple[Group, Rollout]], model: RewardModel) -> None:
+        """Let the reward model score this rank's rollouts while the engine has no KV cache. Collective."""
+        with suppress(EngineDied):  # then its memory is free, and it is found out when it wakes
+            self.ranks.on_all(lambda: self.engine.sleep([KV_CACHE]))
+        self.ranks.on_all(lambda: model.pay(order))
+        try:
+            self.ranks.on_all(lambda: self.engine.wake([KV_CACHE]))
+        except EngineDied as error:
+            if self.revive is None:
+                raise
+            self.revive(error)
 
     def _take(self, completion: Completion, group: Group, rollout: Rollout) -> None:
         """Add a completion to its rollout and submit it for scoring."""

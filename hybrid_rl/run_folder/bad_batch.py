@@ -69,7 +69,7 @@ class BadBatches:
             self.say(said)
             return
         timeout = self.config.checkpoint.timeout
-        checkpoint.save(kept, "weights", bad.step, model, None, {}, keep=1, timeout=timeout)
+        checkpoint.begin(kept, "weights", bad.step, model, None, {}).publish(keep=1, timeout=timeout)
         last = ranks.from_main(lambda: checkpoint.complete(self.folder / "checkpoints"))
         if ranks.main:
             facts = {

@@ -243,10 +243,9 @@ def save(
     optimizer: Optimizer | None,
     state: dict[str, Any],
     keep: int,
-    timeout: float | None = None,
 ) -> None:
     """Write a whole checkpoint: it is on the disk when this returns."""
-    begin(root, stage, step, policy, optimizer, state).publish(keep, timeout=timeout)
+    begin(root, stage, step, policy, optimizer, state).publish(keep)
 
 
 def complete(root: Path) -> list[Path]:

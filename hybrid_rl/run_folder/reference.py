@@ -12,7 +12,7 @@ from hybrid_rl.run_folder.checkpoint import CheckpointError
 
 def save_reference(folder: Path, timeout: float | None, model: Policy) -> None:
     """Write the reference of the run in `folder`. Raises CheckpointError. Collective."""
-    checkpoint.save(_root(folder), "rl", 0, model, None, {}, keep=1, timeout=timeout)
+    checkpoint.begin(_root(folder), "rl", 0, model, None, {}).publish(keep=1, timeout=timeout)
 
 
 def restore_reference(folder: Path, model: Policy) -> None:

@@ -51,7 +51,7 @@ MAY_CHANGE = (
     "engine.memory_fraction:",
     "engine.tensor_parallel:",
 )
-OF_A_START = ("resume:", "output_dir:", "dry_run:")  # and those that are no settings of the run itself
+OF_A_START = ("resume:", "output_dir:", "dry_run:", "console:")  # and those that are no settings of the run itself
 
 
 def changed_settings(config: Config, folder: Path) -> list[str]:

@@ -11,7 +11,7 @@ HELD_OUT = 0.1  # share of all pairs, by a hash: whatever digits, counts and see
 
 
 def rows(digits: list[int], count: int, held_out: bool) -> list[dict[str, Any]]:
-    """Return `count` different sums, each of a number of digits drawn from `digits`, which is its source.
+    """Return `count` different sums, each of a number of digits drawn from `digits`: its column and its source.
 
     There are few sums of one digit; when they are used up, the rest are longer. Raises ValueError if there are fewer
     than `count` in all.
@@ -27,7 +27,12 @@ def rows(digits: list[int], count: int, held_out: bool) -> list[dict[str, Any]]:
     else:
         raise ValueError(f"there are fewer than {count} sums of {digits} digits; ask for fewer")
     return [
-        {"prompt": [*EXAMPLE, {"role": "user", "content": f"{a} + {b}"}], "answer": a + b, "source": f"{size} digits"}
+        {
+            "prompt": [*EXAMPLE, {"role": "user", "content": f"{a} + {b}"}],
+            "answer": a + b,
+            "digits": size,
+            "source": f"{size} digits",
+        }
         for (a, b), size in found.items()
     ]
 

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from omegaconf import OmegaConf
 
-from hybrid_rl import build, stages
+from hybrid_rl import session, stages
 from hybrid_rl.config import ConfigError, TinyConfig
 from hybrid_rl.data import TaskSets, render
 from hybrid_rl.model_folder import tokenizer
@@ -97,7 +97,7 @@ ROWS: dict[str, tuple[str | bytes, str]] = {
 def files(tmp_path, monkeypatch):
     """A good test.jsonl, and no model: a bad row is found before one loads."""
     (tmp_path / "test.jsonl").write_text('{"prompt": "held out", "answer": "1"}\n')
-    monkeypatch.setattr(build.Policy, "load", lambda *_, **__: pytest.fail("the model was loaded first"))
+    monkeypatch.setattr(session.Policy, "load", lambda *_, **__: pytest.fail("the model was loaded first"))
     return tmp_path
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hybrid_rl import build
+from hybrid_rl import session
 from hybrid_rl.config import ConfigError
 from hybrid_rl.data.render import prompt_ids
 from hybrid_rl.model_folder.read import ModelError
@@ -219,7 +219,7 @@ def test_a_tokenizer_with_more_base_tokens_than_the_model(folder):
 
 
 def test_a_prompt_or_demonstration_that_is_too_long_is_found_before_the_model_loads(tmp_path, last_line, monkeypatch):
-    monkeypatch.setattr(build.Policy, "load", lambda *_, **__: pytest.fail("the model was loaded first"))
+    monkeypatch.setattr(session.Policy, "load", lambda *_, **__: pytest.fail("the model was loaded first"))
     row = {"prompt": "b", "answer": "1", "demonstration": "d" * 3000, "id": 7}
     (tmp_path / "a.jsonl").write_text(
         "".join(json.dumps({**row, "prompt": f"{i}", "id": i}) + "\n" for i in range(1500))

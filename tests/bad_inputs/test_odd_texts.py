@@ -12,7 +12,7 @@ from transformers import ByT5Tokenizer
 
 from hybrid_rl.data import TaskSets
 from hybrid_rl.data.files import load_tasks
-from hybrid_rl.data.render import check_prompts, completion_text, demonstration, marks_in, prompt_ids
+from hybrid_rl.data.render import Limits, check_prompts, completion_text, demonstration, marks_in, prompt_ids
 from hybrid_rl.policy.tiny import CHAT_TEMPLATE, character_tokenizer
 from hybrid_rl.report import write_report
 from hybrid_rl.rollout.rewards import Scorer
@@ -186,7 +186,7 @@ def test_a_line_of_a_megabyte(tmp_path, held_out):
     file.write_text(json.dumps({"prompt": "é" * 500_000, "answer": "1"}))
     sets = load_tasks(str(file), held_out)
     assert len(sets.rl[0].messages[0]["content"]) == 500_000
-    check_prompts(sets, character_tokenizer([]), 300, max_tokens=1_000_100, row_tokens=10, sft=False)
+    check_prompts(sets, character_tokenizer([]), 300, Limits(1_000_100, 10), sft=False)
 
 
 def test_marks_of_the_chat_in_a_tasks_text_are_told_of():

@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybrid_rl.config import Config, PolicyConfig, RolloutConfig, SftConfig
 from hybrid_rl.data import DataError, TaskSets, load_task_sets
+from hybrid_rl.data.prepare import prepare
 from hybrid_rl.data.render import completion_text, demonstration, prompt_ids
 from hybrid_rl.data.sampler import Sampler
 from hybrid_rl.policy.tiny import character_tokenizer
@@ -67,6 +69,42 @@ def test_a_set_smaller_than_a_batch_says_so():
     assert len(load_task_sets(config, rl_tasks=5, sft_tasks=4).rl) == 5
     with pytest.raises(DataError, match="eval set has 0"):
         load_task_sets({"_target_": "tests.data.test_tasks.three_sets", "held_out": 0}, rl_tasks=0, sft_tasks=0)
+
+
+def test_tasks_that_are_too_long_are_dropped_and_counted_by_source(policy):
+    def of(name: str, *sizes: int, source: str = "") -> list[Task]:
+        return [replace(task(f"{name}{source}{n}", "d" * n, "x" * n), source=source) for n in sizes]
+
+    base = len(prompt_ids(task("t", text="x"), policy.tokenizer, 100)) - 1
+    sets = TaskSets(
+        of("s", 1, 9), [*of("r", 1, 5, 6, source="a"), *of("r", 5, source="b"), *of("r", 7, source="b")], of("e", 2)
+    )
+    settings = {
+        "rollout": RolloutConfig(batch_size=6, group_size=2, max_prompt_tokens=base + 5),
+        "sft": SftConfig(steps=0),
+    }
+    config = Config(data={"drop_long": True}, policy=PolicyConfig(row_tokens=100), **settings)
+    checked = prepare(config, sets, policy.tokenizer, 300)
+    kept = sets.without(checked.dropped)
+    assert [t.id for t in kept.rl] == ["ra1", "ra5", "rb5"]
+    assert checked.lengths == {"rl": [base + 1, base + 5, base + 5], "eval": [base + 2], "sft": []}
+    why = f"prompt over rollout.max_prompt_tokens={base + 5} tokens"
+    assert kept.notes == (f"dropped 1 of 3 rl tasks of a: {why}", f"dropped 1 of 2 rl tasks of b: {why}")
+    assert kept.dropped == {"rl": 2}
+    with pytest.raises(
+        DataError, match=rf"the rl set has 3 tasks, fewer than the 4 .*; dropped 1 of 3 rl tasks of a: {why}"
+    ):
+        prepare(replace(config, rollout=replace(config.rollout, batch_size=8)), sets, policy.tokenizer, 300)
+    with pytest.raises(
+        DataError, match=r"^task ra6: its prompt has \d+ tokens, .*; raise it or drop the task .data.drop_long=true"
+    ):
+        prepare(replace(config, data={}), sets, policy.tokenizer, 300)
+    short = replace(config, policy=PolicyConfig(row_tokens=base + 4), sft=SftConfig(steps=1, batch_size=1))
+    assert prepare(short, sets, policy.tokenizer, 300).dropped["s9"] == why
+    long = replace(short, rollout=replace(config.rollout, max_prompt_tokens=99))
+    assert prepare(long, sets, policy.tokenizer, 300).dropped == {
+        "s9": f"prompt and demonstration over policy.row_tokens={base + 4} tokens"
+    }
 
 
 def test_digests_name_everything_that_tasks_say_in_their_order():

@@ -1,14 +1,17 @@
 """Prompts are the same whenever they are rendered, say what the template leaves out, and never wait for ever."""
 
+from dataclasses import replace
 from datetime import datetime
 
 import pytest
-from tokenizers import Regex, Tokenizer, pre_tokenizers
+from tokenizers import Regex, Tokenizer, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from hybrid_rl.config import DataConfig
 from hybrid_rl.data import DataError, TaskSets, render
-from hybrid_rl.data.render import check_prompts, demonstration, prompt_ids
+from hybrid_rl.data.render import Limits, check_prompts, demonstration, prompt_ids
 from hybrid_rl.data.template import fix_template
+from hybrid_rl.model_folder.read import ModelError
 from hybrid_rl.policy.tiny import CHAT_TEMPLATE, character_tokenizer
 from hybrid_rl.run_folder.checkpoint import CheckpointError
 from hybrid_rl.run_folder.clock import FILE, read_clock, start_clock
@@ -40,7 +43,7 @@ def task(id, *contents, roles=("system", "user", "assistant", "user"), demonstra
 
 def check(tokenizer, *tasks, sft=False):
     sets = TaskSets(list(tasks), [], []) if sft else TaskSets([], list(tasks), [])
-    return check_prompts(sets, tokenizer, 300, max_tokens=500, row_tokens=1000, sft=sft)
+    return check_prompts(sets, tokenizer, 300, Limits(500, 1000), sft=sft)
 
 
 def text_of(tokenizer, one):
@@ -51,7 +54,7 @@ def text_of(tokenizer, one):
 
 
 def test_templates_are_told_the_time_of_the_run():
-    fixed = fix_template(tokenizer_of(DATE + PLAIN), {}, NOON)
+    fixed = fix_template(tokenizer_of(DATE + PLAIN), DataConfig(template_arguments={}), NOON)
     expected = "06 May 2024 12:00:00.000000|hi"
     assert text_of(fixed, task("t", "hi")) == expected
     sample = demonstration(task("t", "hi"), fixed, 500)
@@ -59,7 +62,7 @@ def test_templates_are_told_the_time_of_the_run():
     assert check(fixed, task("t", "hi")).lengths["rl"] == [len(expected)]
     other = tokenizer_of(DATE + PLAIN)  # and nobody else
     assert text_of(other, task("t", "hi")) != text_of(other, task("t", "hi"))
-    other = fix_template(fixed, {"date_string": "today"}, NOON)
+    other = fix_template(fixed, DataConfig(template_arguments={"date_string": "today"}), NOON)
     assert text_of(other, task("t", "hi")) == "today|hi"
 
 
@@ -83,12 +86,14 @@ def test_a_template_that_is_random_is_refused(template):
 
 
 def test_arguments_reach_the_template():
-    fixed = fix_template(tokenizer_of(THINKING), {"enable_thinking": False}, NOON)
+    fixed = fix_template(tokenizer_of(THINKING), DataConfig(template_arguments={"enable_thinking": False}), NOON)
     assert text_of(fixed, task("t", "hi")) == "hi<think></think>"
     assert check(fixed, task("t", "hi")).notes == []
     tools = [{"type": "function", "function": {"name": "add"}}]
     fixed = fix_template(
-        tokenizer_of(PLAIN + "{% for tool in tools %}{{ tool.function.name }}{% endfor %}"), {"tools": tools}, NOON
+        tokenizer_of(PLAIN + "{% for tool in tools %}{{ tool.function.name }}{% endfor %}"),
+        DataConfig(template_arguments={"tools": tools}),
+        NOON,
     )
     assert text_of(fixed, task("t", "hi")) == "hiadd"
     assert check(fixed, task("t", "hi")).notes == []
@@ -109,21 +114,21 @@ ARGUMENTS = {
 def test_arguments_that_the_template_does_not_use_are_refused(name):
     template, arguments, expected = ARGUMENTS[name]
     with pytest.raises(DataError) as raised:
-        check(fix_template(tokenizer_of(template), arguments, NOON), task("t", "hi"))
+        check(fix_template(tokenizer_of(template), DataConfig(template_arguments=arguments), NOON), task("t", "hi"))
     assert str(raised.value) == f"data.template_arguments.{expected}"
 
 
 def test_a_template_that_is_none_is_told_of_where_arguments_are_checked():
     for broken in ("{% if %}", {"tool_use": PLAIN, "other": PLAIN}):
         with pytest.raises(DataError, match="the model's chat template cannot be read: "):
-            check(fix_template(tokenizer_of(broken), {"x": 1}, NOON), task("t", "hi"))
+            check(fix_template(tokenizer_of(broken), DataConfig(template_arguments={"x": 1}), NOON), task("t", "hi"))
         with pytest.raises(DataError, match="task t: the tokenizer's chat template does not take its messages: "):
-            check(fix_template(tokenizer_of(broken), {}, NOON), task("t", "hi"))
+            check(fix_template(tokenizer_of(broken), DataConfig(template_arguments={}), NOON), task("t", "hi"))
 
 
 def test_an_argument_that_changes_nothing_is_told_of():
     """A text is true to a template, whatever it says."""
-    fixed = fix_template(tokenizer_of(THINKING), {"enable_thinking": "false"}, NOON)
+    fixed = fix_template(tokenizer_of(THINKING), DataConfig(template_arguments={"enable_thinking": "false"}), NOON)
     assert check(fixed, task("t", "hi")).notes == ['data.template_arguments.enable_thinking="false" changes no prompt']
 
 
@@ -199,3 +204,41 @@ def test_a_tokenizer_that_panics(sft, capfd):
     assert str(raised.value).startswith(f"{where}: the tokenizer of the model ended with PanicException: ")
     assert "\n" not in str(raised.value)
     assert capfd.readouterr().err == ""
+
+
+# ---- tools of a task's own, and no template --------------------------------------------------------------------------------
+
+
+def test_a_task_shows_its_own_tools():
+    shows = PLAIN + "{% for tool in tools or [] %}[{{ tool.name }}]{% endfor %}"
+    fixed = fix_template(tokenizer_of(shows), DataConfig(tools="tools"), NOON)
+    columns = [{"tools": [{"name": "add"}]}, {"tools": '[{"name": "add"}, {"name": "sub"}]'}, {"tools": None}, {}]
+    tasks = [replace(task(f"t{i}", "hi"), columns=own) for i, own in enumerate(columns)]
+    assert [text_of(fixed, one) for one in tasks] == ["hi[add]", "hi[add][sub]", "hi", "hi"]
+    assert check(fixed, *tasks).notes == []
+    for bad in ("add", [1], {"name": "add"}):
+        with pytest.raises(
+            DataError, match=r"^task t: tools=.*: must be a list of JSON descriptions of tools, or its text"
+        ):
+            check(fixed, replace(task("t", "hi"), columns={"tools": bad}))
+    with pytest.raises(DataError, match=r"^data.tools=tools: the model's chat template shows no tools; leave it out"):
+        check(fix_template(tokenizer_of(PLAIN), DataConfig(tools="tools"), NOON), task("t", "hi"))
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_base_model_needs_no_template(begins):
+    """The prompt is the messages' text, after the start token if the tokenizer puts one; the end token ends an answer."""
+    tokenizer = tokenizer_of(None)
+    with pytest.raises(ModelError, match=r"has no chat template; .* or set data.chat_template=false for a base model"):
+        fix_template(tokenizer, DataConfig(), NOON)
+    if begins:
+        tokenizer.bos_token = "<|im_start|>"
+        tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
+            single="<|im_start|> $A", special_tokens=[("<|im_start|>", tokenizer.bos_token_id)]
+        )
+    fixed = fix_template(tokenizer, DataConfig(chat_template=False), NOON)
+    one = task("t", "Answer.", "1 + 1?", roles=("system", "user"), demonstration="2")
+    start = "<|im_start|>" if begins else ""
+    assert text_of(fixed, one) == f"{start}Answer.\n\n1 + 1?"
+    assert fixed.decode(demonstration(one, fixed, 100).token_ids) == f"{start}Answer.\n\n1 + 1?2<|im_end|>"
+    assert check(fixed, one, sft=True).notes == []

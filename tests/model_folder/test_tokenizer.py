@@ -8,7 +8,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 
-from hybrid_rl.data.render import check_prompts, completion_text, demonstration
+from hybrid_rl.data.render import Limits, check_prompts, completion_text, demonstration
 from hybrid_rl.data.tasks import TaskSets
 from hybrid_rl.model_folder.read import ModelError
 from hybrid_rl.model_folder.tokenizer import PROBE, closing, exact_text, read_tokenizer
@@ -104,9 +104,9 @@ def test_a_turn_ends_as_the_chat_template_ends_one(folder, template, after, ends
     assert taught == f"ab{after}"
     assert answer.token_ids[-1] in ends
     sets = TaskSets([TASK], [], [])
-    check_prompts(sets, policy.tokenizer, 300, max_tokens=100, row_tokens=len(answer.token_ids), sft=True)
+    check_prompts(sets, policy.tokenizer, 300, Limits(100, len(answer.token_ids)), sft=True)
     with pytest.raises(ValueError, match="raise it or drop the task"):
-        check_prompts(sets, policy.tokenizer, 300, max_tokens=100, row_tokens=len(answer.token_ids) - 1, sft=True)
+        check_prompts(sets, policy.tokenizer, 300, Limits(100, len(answer.token_ids) - 1), sft=True)
 
 
 def test_ends_beyond_the_vocabulary_that_only_the_generation_config_names_do_no_harm(folder):

@@ -29,12 +29,6 @@ def test_a_missing_weight_is_an_error_and_not_random(folder):
         Policy.load(folder, CPU)
 
 
-def test_no_chat_template(folder):
-    (folder / "chat_template.jinja").unlink()
-    with pytest.raises(ModelError, match=r"no chat template; add chat_template\.jinja"):
-        Policy.load(folder, CPU)
-
-
 def test_an_unknown_architecture_or_an_empty_folder(folder, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "unheard_of", "architectures": ["X"]}))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hybrid_rl.config import AlgoConfig, Config, CriticConfig, ModelConfig, PolicyConfig, RolloutConfig, SftConfig
-from hybrid_rl.data.render import check_prompts
+from hybrid_rl.data.render import Limits, check_prompts
 from hybrid_rl.data.tasks import TaskSets
 from hybrid_rl.plan import print_plan
 from hybrid_rl.policy import load
@@ -145,8 +145,8 @@ def test_the_longest_demonstration_is_measured(tiny_folder) -> None:
         for name, n in (("b", 2), ("c", 9))
     }
     longest = max(chars["b"] + 7, chars["c"] + 1) + 1
-    assert check_prompts(sets, tokenizer, 1000, max_tokens=200, row_tokens=512, sft=True).longest == longest
-    assert check_prompts(sets, tokenizer, 1000, max_tokens=200, row_tokens=512, sft=False).longest == 0
+    assert check_prompts(sets, tokenizer, 1000, Limits(200, 512), sft=True).longest == longest
+    assert check_prompts(sets, tokenizer, 1000, Limits(200, 512), sft=False).longest == 0
 
 
 @pytest.mark.parametrize(

@@ -22,12 +22,12 @@ BAD = [
     ([REVERSE, "ranks=3", "engine.tensor_parallel=2"], "engine.tensor_parallel=2 (command line): does not divide the 3 ranks"),
     ([REVERSE, "engine.arguments.tp=2"], "engine.arguments.tp=2 (command line): there is no such key"),
     ([REVERSE, "engine.timeout=0"], "engine.timeout=0.0 (command line): must be a number above 0"),
-    ([], "no recipe was chosen; add +recipe=NAME, there are: reverse"),
-    (["+recipe=revers"], "recipe=revers (command line): there is no such choice; there are: reverse"),
+    ([], "no recipe was chosen; add +recipe=NAME, there are: arithmetic, "),
+    (["+recipe=revers"], "recipe=revers (command line): there is no such choice; did you mean reverse?"),
     ([REVERSE, "rollout.group_sise=8"], "rollout.group_sise=8 (command line): there is no such key; did you mean rollout.group_size?"),
     ([REVERSE, "rolout.group_size=8"], "did you mean rollout.group_size?"),
     ([REVERSE, "+rl.foo=1"], "rl.foo=1 (command line): there is no such key"),
-    ([REVERSE, "model=qwen"], "there are: qwen3, tiny"),
+    ([REVERSE, "model=qwen"], "there are: qwen3, smollm2, tiny"),
     ([REVERSE, "rl.steps=["], "rl.steps=[ (command line): not of the form key=value"),
     ([REVERSE, "rollout.batch_size=many"], "rollout.batch_size=many (command line): Value 'many' of type 'str' could not be converted to Integer"),
     ([REVERSE, "rollout.batch_size=1.5"], "rollout.batch_size=1.5"),
@@ -97,6 +97,9 @@ BAD = [
     ([REVERSE, "algo=opd"], "algo.teacher=None (default): is missing, and algo.advantage needs it; set algo.teacher=/path/to/a/model/folder"),
     ([REVERSE, "algo.teacher=/no/such/model"], "algo.teacher=/no/such/model (command line): is not used by algo.advantage; use algo=opd, or leave it out"),
     ([REVERSE, "algo=opd", "algo.teacher=/no/such/model"], "algo.teacher=/no/such/model (command line): is not a Hugging Face model folder on this disk"),
+    ([REVERSE, "eval.against=/no/such/model"], "eval.against=/no/such/model (command line): is of evaluations alone: python -m hybrid_rl.evaluate"),
+    ([REVERSE, "eval.against=/no/such/model", "sft.steps=0", "rl.steps=0"], "eval.against=/no/such/model (command line): is not a Hugging Face model folder on this disk (one with a config.json); set eval.against=/path"),
+    ([REVERSE, "reward_model.path=/no/such/model"], "reward_model.path=/no/such/model (command line): is not a Hugging Face model folder on this disk (one with a config.json); set reward_model.path="),
     ([REVERSE, "algo.critic.path=/no/such/model"], "algo.critic.path=/no/such/model (command line): is not a Hugging Face model folder on this disk"),
     ([REVERSE, "algo.kl.coef=0.1", "algo.reference=frozen", "algo.kl.estimator=k1", "algo.minibatches=1"], "has no gradient on average; use k2 or k3, algo.kl.unbiased=true, or algo.kl.place=reward"),
     ([REVERSE, "algo.kl.target=0.1", "algo.reference=frozen"], "steers algo.kl.coef, which is 0 and would stay 0"),
@@ -126,7 +129,7 @@ BAD = [
     ([REVERSE, f"rl.steps={10**30}"], f"rl.steps={10**30} (command line): must be at most {2**31 - 1}"),
     ([REVERSE, "name=../elsewhere"], "name=../elsewhere (command line): must be a plain name"),
     ([REVERSE, "output_dir="], "output_dir= (command line): must be a folder; output_dir=. is the current one"),
-    (["recipe=mine"], "recipe=mine (command line): there is no such choice; there are: reverse, reverse_opd, sorting; a recipe is chosen with +recipe=NAME"),
+    (["recipe=mine"], "recipe=mine (command line): there is no such choice; there are: arithmetic, code, countdown, format, gsm8k, judge, reasoning_gym, reverse, reverse_opd, sorting; a recipe is chosen with +recipe=NAME"),
     (["recipe=reverse"], "recipe=reverse (command line): a recipe is added to the settings: +recipe=reverse"),
     ([REVERSE, "algo.advantage=gae"], "algo.advantage=gae (command line): a part is chosen with a slash: algo/advantage=gae"),
     ([REVERSE, "algo.loss=ppo"], "a part is chosen with a slash: algo/loss=ppo"),
@@ -291,7 +294,7 @@ def test_a_folder_of_ones_own_recipes(tmp_path):
     text = "# @package _global_\nname: mine\ndata: {_target_: hybrid_rl.data.files.load_tasks, rl: a.jsonl, eval: b.jsonl}\nrl: {steps: 7}\n"
     (tmp_path / "recipe" / "mine.yaml").write_text(text + "reward: {_target_: hybrid_rl.recipes.reverse.similarity}\n")
     assert load(["+recipe=mine"], tmp_path).rl.steps == 7
-    with pytest.raises(ConfigError, match="there are: mine, reverse"):
+    with pytest.raises(ConfigError, match="did you mean mine"):
         load(["+recipe=min"], tmp_path)
 
 

@@ -71,7 +71,6 @@ def test_held_out_prompts_are_not_trained_on(name, here):
     assert trained
     assert sets.eval
     assert not trained & {task.messages[-1]["content"] for task in sets.eval}
-    assert sets.digests() == loaded(name, here).digests()
 
 
 def given(answer: str, **columns) -> Task:

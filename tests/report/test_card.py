@@ -11,7 +11,12 @@ from hybrid_rl.run_folder.files import write_json
 from hybrid_rl.run_folder.origin import FILE
 from tests.report.test_comparison import make_run
 
-SUMMARY = {"eval/rl": 0.75, "versions": {"torch": "9.9"}, "model": {"path": "embedded", "parameters": 1234}}
+SUMMARY = {
+    "eval/rl": 0.75,
+    "versions": {"torch": "9.9"},
+    "model": {"path": "embedded", "parameters": 1234},
+    "tasks": {"rl": 9, "notes": ["dropped 1 of 10 rl tasks: too long"]},
+}
 
 
 def test_the_card(tmp_path):
@@ -34,6 +39,7 @@ def test_the_card(tmp_path):
         "python -m hybrid_rl.run +recipe=reverse",
         "torch 9.9, git commit 0123abc, with changes.",
         "](reward.svg)",
+        "## Data\n\n- dropped 1 of 10 rl tasks: too long",
     ):
         assert text in card.content
     assert "of the source" not in card.content

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hybrid_rl import smollm2
 from hybrid_rl.config import ConfigError
+from hybrid_rl.model_folder import smollm2
 from hybrid_rl.policy.load import read_model
 from hybrid_rl.preflight.settings import load
 

