@@ -54,7 +54,7 @@ def train_rl(s: Session) -> None:
             progress.version += 1
             progress.count_step(trained["nothing_trained"])
 
-        s.rollouts.save(f"step_{step:04d}", batch.all_groups, advantages, batch.trained, batch.tokens)
+        s.rollouts.save(f"step_{step:04d}", batch.all_groups, advantages, batch.trained, batch.tokens, wait=False)
         s.rollouts.remove_old(step)
         values = {
             "step": step,

@@ -146,6 +146,7 @@ def build(start: Start) -> Session:
     of_reward = config.reward_model
     reward_model = ranks.on_all(lambda: RewardModel(of_reward, device)) if of_reward.path else None
     engine, progress = build_engine(config, policy, folder), Progress()
+    rollouts = RolloutFiles(folder / "rollouts", policy.tokenizer, ranks.main, config.rollout.keep_steps)
     session = Session(
         config=config,
         folder=folder,
@@ -157,9 +158,9 @@ def build(start: Start) -> Session:
         scorer=start.scorer,
         console=start.console,
         metrics=metrics,
-        rollouts=RolloutFiles(folder / "rollouts", policy.tokenizer, ranks.main, config.rollout.keep_steps),
+        rollouts=rollouts,
         progress=progress,
-        saver=Saver(folder / "checkpoints", config, policy, metrics, progress, data),
+        saver=Saver(folder / "checkpoints", config, policy, metrics, progress, rollouts, data),
         resumed=resumed,
         reward_model=reward_model,
     )

@@ -165,12 +165,14 @@ def _track(s: Session, command: str) -> None:
 
 
 def _save_rest(s: Session) -> None:
-    """Close the metrics, and publish a checkpoint that is written but not yet published, however the run ended.
+    """Close the metrics, finish the rollouts' files, and publish a checkpoint that is written but not yet published, however the run ended.
 
     An error in the step after a save then loses nothing. Only on one rank: several can no longer agree on it.
     """
     with suppress(OSError):
         s.metrics.close()
+    with suppress(OSError):
+        s.rollouts.flush()
     with suppress(CheckpointError):
         if s.policy.ranks.world == 1:
             s.saver.publish()
@@ -225,6 +227,7 @@ def _finish(s: Session) -> None:
             export_final(s.policy, s.folder, float32=s.config.export.dtype == ExportDtype.float32)
     if s.policy.ranks.main and s.progress.best:  # the last evaluation may have found a better checkpoint
         s.saver.prune()
+    s.rollouts.flush()
     s.metrics.close(finished=True)
     s.handover.engine.close()
     if s.policy.ranks.main:

@@ -38,6 +38,7 @@ def make_session(
     console = Console(quiet=quiet or not main)
     if resumed:
         progress.restore(resumed.state)
+    rollouts = RolloutFiles(folder / "rollouts", policy.tokenizer, main, config.rollout.keep_steps)
     return Session(
         config=config,
         folder=folder,
@@ -47,8 +48,8 @@ def make_session(
         scorer=scorer,  # type: ignore[arg-type]
         console=console,
         metrics=metrics,
-        rollouts=RolloutFiles(folder / "rollouts", policy.tokenizer, main, config.rollout.keep_steps),
+        rollouts=rollouts,
         progress=progress,
-        saver=Saver(folder / "checkpoints", config, policy, metrics, progress),
+        saver=Saver(folder / "checkpoints", config, policy, metrics, progress, rollouts),
         resumed=resumed,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from transformers import PreTrainedTokenizerBase
 
+from hybrid_rl.run_folder.background import Background
 from hybrid_rl.run_folder.files import atomic_file
 from hybrid_rl.types import Group, Rollout
 
@@ -62,6 +63,7 @@ class RolloutFiles:
     tokenizer: PreTrainedTokenizerBase
     main: bool = True
     keep_steps: int = 0  # the newest so many and the first; 0: all
+    background: Background = field(default_factory=Background)
 
     def save(
         self,
@@ -70,16 +72,27 @@ class RolloutFiles:
         advantages: Mapping[tuple[int, int], float] = MappingProxyType({}),
         trained: Collection[tuple[int, int]] = (),
         tokens: Mapping[tuple[int, int], Columns] = MappingProxyType({}),
+        wait: bool = True,
     ) -> None:
-        """Write <name>.parquet, with what write_rollouts takes by (group id, index)."""
+        """Write <name>.parquet, with what write_rollouts takes by (group id, index).
+
+        Without `wait` it is written while the caller goes on, who may not change the groups; a full disk then shows in
+        the next call, at the latest in `flush`.
+        """
         if self.main:
-            prompts = prompts_of(groups, self.tokenizer)
-            write_rollouts(self.folder / f"{name}.parquet", groups, prompts, advantages, trained, tokens)
+            prompts, path = prompts_of(groups, self.tokenizer), self.folder / f"{name}.parquet"
+            self.background.put(lambda: write_rollouts(path, groups, prompts, advantages, trained, tokens))
+            if wait:
+                self.flush()
 
     def remove_old(self, step: int) -> None:
-        """Remove those of RL steps before `step` that are not to be kept."""
+        """Remove those of RL steps before `step` that are not to be kept, after what is still to be written."""
         if self.main:
-            remove_old(self.folder, step, self.keep_steps)
+            self.background.put(lambda: remove_old(self.folder, step, self.keep_steps))
+
+    def flush(self) -> None:
+        """Wait until every file is on the disk. Raises the error of one that cannot be written."""
+        self.background.flush()
 
 
 def prompts_of(groups: Sequence[Group], tokenizer: PreTrainedTokenizerBase) -> list[str]:

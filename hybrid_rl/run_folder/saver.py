@@ -14,6 +14,7 @@ from hybrid_rl.policy.optimizer import Optimizer
 from hybrid_rl.run_folder import checkpoint
 from hybrid_rl.run_folder.metrics import Metrics
 from hybrid_rl.run_folder.progress import Progress
+from hybrid_rl.run_folder.rollouts import RolloutFiles
 
 
 @dataclass(slots=True)
@@ -23,6 +24,7 @@ class Saver:
     policy: Policy
     metrics: Metrics
     progress: Progress
+    rollouts: RolloutFiles
     data: Mapping[str, str] = field(default_factory=dict)  # digests of the tasks and of the reward's source
     _saving: checkpoint.Saving | None = None  # the checkpoint that is being written
 
@@ -34,6 +36,7 @@ class Saver:
         With checkpoint.background it is on the disk only after `publish`.
         """
         self.publish()  # one at a time
+        self.rollouts.flush()  # a run that goes on from here repeats none of the steps before, and misses none of their files
         shared = {
             **self.progress.state(),
             "metrics_lines": self.metrics.lines,
