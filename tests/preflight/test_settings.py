@@ -199,6 +199,8 @@ def test_every_default_can_be_overridden_without_plus():
             "algo.critic.path",
             "data_seed",
             "algo.kl.unbiased",
+            "eval.against",
+            "reward_model.path",
         ):
             given[key] = value
     assert load([REVERSE, *(f"{key}={value}" for key, value in given.items())]) == config
