@@ -91,6 +91,7 @@ NOT_TRIED = {
     "-m pip": "the network",
     "-m tests.model_folder.families": "writes a page, for minutes; tests/model_folder/test_families.py",
     "-m benchmarks.gpu": "needs a GPU; tests/benchmarks/test_gpu.py",
+    "-m benchmarks.growth": "takes minutes; tests/benchmarks/test_growth.py",
 }
 PROGRAMS = ("python", "python3", "torchrun", "accelerate", "make", "pip", "source", "export", "hf", "head")
 

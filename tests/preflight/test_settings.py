@@ -199,6 +199,7 @@ def test_every_default_can_be_overridden_without_plus():
             "algo.critic.path",
             "data_seed",
             "algo.kl.unbiased",
+            "data.tools",
             "eval.against",
             "reward_model.path",
         ):
