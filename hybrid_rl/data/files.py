@@ -226,7 +226,7 @@ class _Reader:
         return value
 
     def label(self, name: str) -> str | None:
-        """A short text that reports and messages show in a line: an id or a source."""
+        """Return a short text that reports and messages show in a line: an id or a source."""
         value = self._value(
             name, wanted=getattr(self.mapping, name) != name
         )  # a key that was named on purpose must be there
@@ -239,7 +239,7 @@ class _Reader:
         return value
 
     def _value(self, name: str, wanted: bool) -> Any:
-        """The row's value, where null is the same as none."""
+        """Return the row's value; null is the same as none."""
         key = str(getattr(self.mapping, name))
         value = find(self.row, key)
         if value is None and wanted:
@@ -281,18 +281,18 @@ EXAMPLE = "[{'role': 'user', 'content': '…'}]"
 SURROGATE = "has half of a surrogate pair, which is no character; escape both halves, or write the character itself"
 WHAT = {
     "prompt": "what the policy is asked (set data.prompt to the key that has it)",
-    "answer": "what the reward compares with (set data.answer to the key that has it; answer=null where there is none)",
+    "answer": "what the reward compares with (set data.answer to the key that has it; answer=null if there is none)",
     "demonstration": "what SFT imitates (set data.demonstration to the key that has it)",
     "id": "what data.id names",
     "source": "what data.source names",
 }
 
 
-# ---- values -----------------------------------------------------------------------------------------------------------
+# ---- values ----------------------------------------------------------------------------------------------------------
 
 
 def _text_problem(value: Any) -> str:
-    """What keeps a value from being a text to work with; "" where nothing does."""
+    """Return what keeps a value from being a text to work with, or ""."""
     if not isinstance(value, str):
         return f"is {kind_of(value)}; it must be a text"
     if not value.strip():
@@ -301,7 +301,7 @@ def _text_problem(value: Any) -> str:
 
 
 def find(row: Row, key: str) -> Any:
-    """Return a row's value under a key, or under a path of keys with dots; None where there is none."""
+    """Return a row's value under a key, or under a path of keys with dots; None if there is none."""
     if key in row or "." not in key:
         return row.get(key)
     value: Any = row

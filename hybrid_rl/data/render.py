@@ -18,7 +18,7 @@ from hybrid_rl.processes.bounded import SECONDS, Begin, Overrun, bounded
 from hybrid_rl.types import Rollout, Task
 
 TEMPLATE = "the chat template"
-AT_ONCE = 100  # prompts that are tokenized together where all of them are checked
+AT_ONCE = 100  # prompts that are tokenized together when all of them are checked
 
 
 def prompt_ids(task: Task, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[int]:
@@ -62,7 +62,7 @@ class Limits:
 def check_prompts(
     sets: TaskSets, tokenizer: PreTrainedTokenizerBase, vocabulary: int, limits: Limits, *, sft: bool
 ) -> Checked:
-    """Render every prompt, and where `sft` every demonstration, before the model, which knows `vocabulary` tokens, loads.
+    """Render every prompt, and with `sft` every demonstration, before the model, which knows `vocabulary` tokens, loads.
 
     Template and tokenizer are programs that came with the model, so this happens in a process that can be killed; what is rendered
     later is the same again. Raises DataError for the first that cannot be used, and for a program that does not end.
@@ -149,7 +149,7 @@ def _check(
 def _each(
     texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, names: Sequence[str], begin: Begin
 ) -> list[list[int]]:
-    """Return the token ids of each text: together, and one by one where that fails, so that the one at fault is known."""
+    """Return the token ids of each text: together, and one by one if that fails, so that the one at fault is known."""
     try:
         return _ids(texts, tokenizer)
     except BaseException:  # a panic is no Exception
@@ -163,7 +163,10 @@ def _each(
 
 
 def _absent(task: Task, text: str) -> Iterator[str]:
-    """Yield the role of each message whose text is not in the rendered one. Templates may trim a text, and drop an earlier thought."""
+    """Yield the role of each message whose text is not in the rendered one.
+
+    Templates may trim a text, and drop an earlier thought.
+    """
     for message in sorted(task.messages, key=lambda message: -len(message["content"])):
         shown = message["content"].rpartition("</think>")[2] if message["role"] == "assistant" else message["content"]
         for form in (shown.strip(), json.dumps(shown, ensure_ascii=False)[1:-1], json.dumps(shown)[1:-1]):
@@ -176,7 +179,7 @@ def _absent(task: Task, text: str) -> Iterator[str]:
 
 
 def marks_in(sets: TaskSets, tokenizer: PreTrainedTokenizerBase) -> str:
-    """One line about tasks whose own text holds a mark of the tokenizer (as `<|im_end|>`), "" where none does.
+    """Return one line about tasks whose own text holds a mark of the tokenizer (as `<|im_end|>`), "" if none does.
 
     A tokenizer reads it as the control token, wherever it stands: such a text can end its turn and begin another one.
     """
@@ -229,7 +232,7 @@ def _ids(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[
 
 
 def _prompt_problem(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> str:
-    """What keeps a rendered prompt from being used; "" where nothing does."""
+    """Return what keeps a rendered prompt from being used, or ""."""
     if not ids:
         return "its prompt has no tokens; the tokenizer's chat template makes nothing of its messages"
     if len(ids) > max_tokens:
@@ -243,7 +246,7 @@ def _prompt_problem(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, max_
 
 
 def demonstration(task: Task, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Rollout:
-    """The task answered by its demonstration, its turn ended as the chat template ends one, as a rollout whose answer is to be imitated.
+    """Return the task answered by its demonstration, its turn ended as the chat template ends one, as a rollout whose answer is to be imitated.
 
     Raises DataError as `prompt_ids` does, and if there is no end token.
     """
@@ -255,6 +258,8 @@ def demonstration(task: Task, tokenizer: PreTrainedTokenizerBase, max_tokens: in
 
 
 def completion_text(token_ids: list[int], tokenizer: PreTrainedTokenizerBase, stopped: bool = False) -> str:
-    """Return what a reward sees: every sampled token but padding and, where the completion `stopped` by itself, its last: the end token."""
+    """Return what a reward sees: every sampled token but padding and, where the completion `stopped` by itself, its
+    last: the end token.
+    """
     sampled = token_ids[:-1] if stopped else token_ids
     return exact_text([token for token in sampled if token != tokenizer.pad_token_id], tokenizer)

@@ -37,7 +37,7 @@ def read_rows(setting: str, path: Path, keys: Collection[str], every: bool) -> I
 
     `setting` is the key that names the file.
 
-    Of a parquet file the columns that hold `keys` are read, and where `every` all others whose values JSON can hold.
+    Of a parquet file the columns that hold `keys` are read, and with `every` all others whose values JSON can hold.
     Raises DataError, in one line, for a file that cannot be read and for one that opens to far more than its size.
     """
     if not path.name.endswith(FILES):
@@ -70,7 +70,7 @@ class _Opened:
         self.path, self.size, self.opened = path, path.stat().st_size, 0
 
     def add(self, count: int) -> None:
-        """Raise DataError where they are out of proportion to the file."""
+        """Raise DataError if they are out of proportion to the file."""
         self.opened += count
         if self.opened > max(OPENS_TO, RATIO * self.size):
             raise DataError(
@@ -79,7 +79,7 @@ class _Opened:
             )
 
 
-# ---- .jsonl -----------------------------------------------------------------------------------------------------------
+# ---- .jsonl ----------------------------------------------------------------------------------------------------------
 
 
 def _json_rows(path: Path, file: IO[bytes]) -> Iterator[tuple[str, Row, list[str]]]:
@@ -148,7 +148,7 @@ def _no_number(name: str) -> NoReturn:
 DECODER = json.JSONDecoder(object_pairs_hook=_once, parse_constant=_no_number)
 
 
-# ---- .csv -------------------------------------------------------------------------------------------------------------
+# ---- .csv ------------------------------------------------------------------------------------------------------------
 
 
 def _csv_rows(path: Path, file: IO[bytes]) -> Iterator[tuple[str, Row, list[str]]]:
@@ -182,7 +182,7 @@ def _csv_rows(path: Path, file: IO[bytes]) -> Iterator[tuple[str, Row, list[str]
         raise DataError(f"{path}, line {reader.line_num if reader else 1}: is not CSV: {error}") from error
 
 
-# ---- .parquet and Arrow ---------------------------------------------------------------------------------------------------------
+# ---- .parquet and Arrow ----------------------------------------------------------------------------------------------
 
 
 def _parquet_rows(path: Path, keys: Collection[str], every: bool) -> Iterator[tuple[str, Row, list[str]]]:
@@ -201,7 +201,7 @@ def _parquet_rows(path: Path, keys: Collection[str], every: bool) -> Iterator[tu
 
 
 def _wanted(where: str, schema: pa.Schema, keys: Collection[str], every: bool) -> list[str]:
-    """Return the columns that hold `keys`, and where `every` all others whose values JSON can hold."""
+    """Return the columns that hold `keys`, and with `every` all others whose values JSON can hold."""
     names = schema.names
     if doubled := next((name for name in names if names.count(name) > 1), None):
         raise DataError(f"{where}: has two columns {doubled!r}; rename one of them")
@@ -233,7 +233,10 @@ def _holds_one(column: str, keys: Collection[str]) -> bool:
 
 
 def _check_sizes(path: Path, metadata: pq.FileMetaData, wanted: Collection[str]) -> int:
-    """Return the largest row group's bytes, opened. Raise DataError, before anything is read, for what the metadata tells of a bomb."""
+    """Return the largest row group's bytes, opened.
+
+    Raise DataError, before anything is read, for what the metadata tells of a bomb.
+    """
     sizes, limit = [0], _Opened(path)
     for i in range(metadata.num_row_groups):
         group = metadata.row_group(i)
@@ -249,7 +252,9 @@ def _check_sizes(path: Path, metadata: pq.FileMetaData, wanted: Collection[str])
 
 
 def _plain(kind: pa.DataType) -> pa.DataType | None:
-    """Return the type to read a column as, so that JSON holds its values: dates, times and decimals as texts; None for bytes and the like."""
+    """Return the type to read a column as, so that JSON holds its values: dates, times and decimals as texts; None for
+    bytes and the like.
+    """
     if types.is_dictionary(kind):
         return _plain(kind.value_type)
     if types.is_duration(kind):
@@ -299,7 +304,7 @@ def _has_small_floats(kind: pa.DataType) -> bool:
 
 
 def _shortest(value: Any, kind: pa.DataType) -> Any:
-    """A float32 of 0.1 as 0.1: the shortest number that is this float32, not its double 0.10000000149011612."""
+    """Return a float32 of 0.1 as 0.1: the shortest number that is this float32, not its double 0.10000000149011612."""
     if value is None or not _has_small_floats(kind):
         return value
     if kind in SMALL:
@@ -311,7 +316,7 @@ def _shortest(value: Any, kind: pa.DataType) -> Any:
     return [_shortest(item, kind.value_type) for item in value]
 
 
-# ---- values in messages -----------------------------------------------------------------------------------------------
+# ---- values in messages ----------------------------------------------------------------------------------------------
 
 
 def kind_of(value: Any) -> str:

@@ -10,7 +10,10 @@ from hybrid_rl.types import Group
 
 
 class Sampler:
-    """Indices 0…size−1 in a fresh random order each epoch. The state is (epoch, position); the order follows from the seed."""
+    """Indices 0…size−1 in a fresh random order each epoch.
+
+    The state is (epoch, position); the order follows from the seed.
+    """
 
     def __init__(self, size: int, seed: int):
         if size < 1:
@@ -20,7 +23,10 @@ class Sampler:
         self._order = self._shuffled()
 
     def draw(self, count: int, step: int = 0) -> list[int]:
-        """Return the next `count` indices, going over into the next epoch when this one ends. The step does not matter."""
+        """Return the next `count` indices, going over into the next epoch when this one ends.
+
+        The step does not matter.
+        """
         drawn: list[int] = []
         while len(drawn) < count:
             if self.position == self.size:
@@ -41,7 +47,7 @@ class Sampler:
         return {"size": self.size, "seed": self.seed, "epoch": self.epoch, "position": self.position}
 
     def restore(self, state: dict[str, int]) -> None:
-        """Raises ValueError where the state belongs to another data set or seed."""
+        """Restore the order; raise ValueError if the state belongs to another data set or seed."""
         if (state["size"], state["seed"]) != (self.size, self.seed):
             raise ValueError(
                 f"the checkpoint's sampler drew from {state['size']} tasks with seed {state['seed']}, "

@@ -100,7 +100,7 @@ def _python_rows(key: str, rows: object) -> Rows:
         yield f"row {number}", dict(row), []
 
 
-# ---- Hugging Face datasets --------------------------------------------------------------------------------------------
+# ---- Hugging Face datasets -------------------------------------------------------------------------------------------
 
 
 def _dataset_rows(

@@ -75,7 +75,10 @@ class TaskSets:
 
 
 def _problem(task: Task) -> str:
-    """What the tokenizer could not take, or would take for something else. An answer may be any text: only the reward reads it."""
+    """Return what the tokenizer could not take, or would take for something else.
+
+    An answer may be any text: only the reward reads it.
+    """
     texts = [(f"the content of message {i}", message["content"]) for i, message in enumerate(task.messages)]
     texts += [
         ("the answer", task.answer),
@@ -95,7 +98,7 @@ def _problem(task: Task) -> str:
 
 
 def surrogates(text: str) -> bool:
-    """Whether a text holds half of a surrogate pair (\\ud800 to \\udfff): UTF-8 has no bytes for it."""
+    """Return whether a text holds half of a surrogate pair (\\ud800 to \\udfff): UTF-8 has no bytes for it."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -104,7 +107,10 @@ def surrogates(text: str) -> bool:
 
 
 def load_task_sets(config: dict[str, Any], *, rl_tasks: int, sft_tasks: int) -> TaskSets:
-    """Call the recipe's loader. Raises DataError where it fails, and for a set smaller than what one step draws from it (0: set unused)."""
+    """Call the recipe's loader.
+
+    Raises DataError if it fails, and for a set smaller than what one step draws from it (0: set unused).
+    """
     try:
         sets = instantiate(loader(config), _convert_="all")
     except InstantiationException as error:
@@ -139,7 +145,7 @@ def check_sizes(sets: TaskSets, rl_tasks: int, sft_tasks: int) -> None:
 
 
 def told(error: BaseException) -> str:
-    """A loader's own error in one line, with the place in the code that raised it."""
+    """Return a loader's own error in one line, with the place in the code that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[-1]} ({Path(frames[-1].filename).name}:{frames[-1].lineno})"

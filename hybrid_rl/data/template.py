@@ -1,4 +1,6 @@
-"""What a chat template is rendered with: a run's arguments and a run's clock, so that a prompt is the same whenever it is rendered."""
+"""What a chat template is rendered with: a run's arguments and a run's clock, so that a prompt is the same whenever it
+is rendered.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +110,9 @@ def fix_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig, now: date
 
 @contextmanager
 def _clock(now: datetime) -> Iterator[None]:
-    """The time that templates are told: transformers gives them `strftime_now`, and takes no other one from its callers."""
+    """Set the time that templates are told: transformers gives them `strftime_now`, and takes no other one from its
+    callers.
+    """
     theirs = chat_template_utils.datetime
     chat_template_utils.datetime = SimpleNamespace(now=lambda: now)  # type: ignore[assignment,misc]
     try:
