@@ -21,7 +21,7 @@ from mkdocs.structure.files import File, Files
 from hybrid_rl import config as settings
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("*.md", "docs/*.md", "recipes/*/README.md", "benchmarks/README.md")
+PAGES = ("*.md", "docs/*.md", "recipes/*/README.md", "benchmarks/*.md", "benchmarks/results/*.md")
 LINK = re.compile(r"]\(([^)#:]+)(?:#[^)]*)?\)")
 GROUPS = {
     "recipe": "Recipes: `+recipe=`",
