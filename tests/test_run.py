@@ -35,8 +35,8 @@ TIMES = {"seconds", "memory", "memory_gib", "memory_reserved_gib", "memory_devic
 
 
 def start(folder: Path, *overrides: str, fresh: bool = False) -> subprocess.Popen | Forked:
-    """Start a small run in `folder`, in a new interpreter if `fresh`."""
-    if not fresh:
+    """Start a small run in `folder`, in a new interpreter if `fresh`; so is a sweep: its plugins act when the interpreter ends."""
+    if not (fresh or "-m" in overrides):
         return Forked("hybrid_rl.run", [*SMALL, *overrides], folder, ENVIRONMENT)
     command = [sys.executable, "-m", "hybrid_rl.run", *SMALL, *overrides]
     return subprocess.Popen(

@@ -67,6 +67,11 @@ def check_names(overrides: Sequence[Override], folders: Sequence[Path]) -> None:
                     if key == "recipe":
                         line += "; a recipe is chosen with +recipe=NAME, one of your own with --config-dir FOLDER too"
                     raise ConfigError(line)
+                if options.count(choice) > 1:
+                    own = next(
+                        f for folder in folders if folder != CONF and (f := folder / key / f"{choice}.yaml").exists()
+                    )
+                    raise ConfigError(f"{given}: hybrid_rl has a {key} {choice} too, which would be used; rename {own}")
             if key == "recipe" and not override.is_add() and not override.is_force_add():
                 raise ConfigError(f"{given}: a recipe is added to the settings: +recipe={value}")
         elif part in choices and part != key and not isinstance(override.value(), dict):

@@ -227,9 +227,8 @@ def test_a_prompt_or_demonstration_that_is_too_long_is_found_before_the_model_lo
     (tmp_path / "b.jsonl").write_text(json.dumps({**row, "prompt": "x" * 1_000_000}) + "\n")
     data = {"_target_": "hybrid_rl.data.files.load_tasks", "rl": "a.jsonl", "eval": "b.jsonl"}
     line = last_line("rollout.max_prompt_tokens=100", data=data)
-    assert (
-        line == "task eval/7: its prompt has 1000005 tokens, rollout.max_prompt_tokens=100; raise it or drop the task"
-    )
+    drop = "raise it or drop the task (data.drop_long=true drops all that are too long)"
+    assert line == f"task eval/7: its prompt has 1000005 tokens, rollout.max_prompt_tokens=100; {drop}"
     (tmp_path / "b.jsonl").write_text(json.dumps(row) + "\n")
     line = last_line(
         "rollout.max_prompt_tokens=100",
@@ -238,7 +237,4 @@ def test_a_prompt_or_demonstration_that_is_too_long_is_found_before_the_model_lo
         data={**data, "sft": "a.jsonl"},
         folder="other",
     )
-    assert (
-        line
-        == "task sft/0: prompt and demonstration have 3007 tokens, policy.row_tokens=2048; raise it or drop the task"
-    )
+    assert line == f"task sft/0: prompt and demonstration have 3007 tokens, policy.row_tokens=2048; {drop}"

@@ -186,7 +186,7 @@ def ppo(
     scorer = Scorer({"_target_": f"tests.rewards.{reward}"}, workers=1, timeout=5)
     sets = TaskSets([], tasks["rl"], tasks["eval"])
     s = make_session(config, folder, policy, engine, sets, scorer, resumed=resumed, quiet=True)
-    s.saver = Dying(folder / "checkpoints", config, policy, s.metrics, s.progress)
+    s.saver = Dying(folder / "checkpoints", config, policy, s.metrics, s.progress, s.rollouts)
     s.saver.die_after = die_after
     try:
         if not resumed:

@@ -297,6 +297,11 @@ def test_a_folder_of_ones_own_recipes(tmp_path):
     text = "# @package _global_\nname: mine\ndata: {_target_: hybrid_rl.data.files.load_tasks, rl: a.jsonl, eval: b.jsonl}\nrl: {steps: 7}\n"
     (tmp_path / "recipe" / "mine.yaml").write_text(text + "reward: {_target_: hybrid_rl.recipes.reverse.similarity}\n")
     assert load(["+recipe=mine"], tmp_path).rl.steps == 7
+    (tmp_path / "recipe" / "code.yaml").write_text(text)
+    with pytest.raises(
+        ConfigError, match=r"hybrid_rl has a recipe code too, which would be used; rename .*/recipe/code.yaml$"
+    ):
+        load(["+recipe=code"], tmp_path)
     with pytest.raises(ConfigError, match="did you mean mine"):
         load(["+recipe=min"], tmp_path)
 

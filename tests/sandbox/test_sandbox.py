@@ -454,12 +454,12 @@ def test_a_run_without_a_sandbox_ends_before_its_model_loads(dry, tmp_path):
         (tmp_path / f"{name}.jsonl").write_text(
             "".join(json.dumps({**row, "prompt": f"{name} {i}"}) + "\n" for i in range(2))
         )
-    (tmp_path / "conf" / "recipe" / "code.yaml").write_text(
-        "# @package _global_\nname: code\ndata: {_target_: hybrid_rl.data.files.load_tasks, rl: train.jsonl, eval: test.jsonl}\n"
+    (tmp_path / "conf" / "recipe" / "programs.yaml").write_text(
+        "# @package _global_\nname: programs\ndata: {_target_: hybrid_rl.data.files.load_tasks, rl: train.jsonl, eval: test.jsonl}\n"
         "reward: {_target_: hybrid_rl.sandbox.code.passes_tests}\n"
     )
     settings = [
-        "+recipe=code",
+        "+recipe=programs",
         "rollout.batch_size=4",
         "rollout.group_size=2",
         "sft.steps=0",
