@@ -32,6 +32,7 @@ from hybrid_rl.processes.signals import Stopped
 from hybrid_rl.report import versus, write_report
 from hybrid_rl.report.console import Console
 from hybrid_rl.report.live import LiveConsole
+from hybrid_rl.report.summary import conclude, introduce
 from hybrid_rl.rl import NothingTrained, train_rl
 from hybrid_rl.rollout.rewards import RewardError, Scorer
 from hybrid_rl.run_folder.checkpoint import CheckpointError
@@ -42,7 +43,6 @@ from hybrid_rl.run_folder.resume import resume_point
 from hybrid_rl.run_folder.trackers import open_tracker
 from hybrid_rl.session import Session, Start, build
 from hybrid_rl.sft import train_sft
-from hybrid_rl.summary import conclude, introduce
 
 # What ends a run with one line instead of a traceback: the line says what to do.
 EXPECTED = (

@@ -31,7 +31,7 @@ PHASES = {
     "publish": ["hybrid_rl.run_folder.checkpoint.Saving.publish"],
     "prune": ["hybrid_rl.run_folder.checkpoint.prune", "hybrid_rl.run_folder.checkpoint._discard"],
     "export": ["hybrid_rl.policy.model.Policy.export", "hybrid_rl.run_folder.final._put"],
-    "report": ["hybrid_rl.summary.write_report", "hybrid_rl.summary.write_json"],
+    "report": ["hybrid_rl.report.summary.write_report", "hybrid_rl.report.summary.write_json"],
     "disk": ["os.fsync", "os.replace", "shutil.rmtree", "os.unlink"],
 }
 

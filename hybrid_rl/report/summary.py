@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,7 +17,9 @@ from hybrid_rl.policy.defaults import described
 from hybrid_rl.policy.model import Policy
 from hybrid_rl.report import write_card, write_report
 from hybrid_rl.run_folder.files import json_text, write_json
-from hybrid_rl.session import Session
+
+if TYPE_CHECKING:  # a session holds the console of this package
+    from hybrid_rl.session import Session
 
 TINY = "embedded tiny Qwen3"  # the model of a run without model.path
 
