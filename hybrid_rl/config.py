@@ -275,6 +275,9 @@ class RolloutConfig:
     top_k: int = bounded(0, least=0)  # 0: off
     top_p: float = bounded(1.0, least=1e-06, most=1.0)  # 1: off
     max_tokens: int = bounded(128, least=1)  # most sampled tokens of a completion
+    # answers of the policy in a conversation with an environment; all its tokens together, replies included, are at most
+    # max_tokens
+    max_turns: int = bounded(8, least=1)
     max_prompt_tokens: int = bounded(512, least=1)  # a longer prompt ends the run before the model loads
     max_replacements: int = bounded(4, least=0)  # rounds of replacing groups without a signal by new ones
     reward_workers: int = bounded(1, least=1)  # processes that compute rewards while the engine generates
@@ -470,6 +473,8 @@ class Config:
     data: dict[str, Any] = field(default_factory=lambda: asdict(DataConfig()))
     # _target_: a function (completion, task) → reward, or several by name with their weights: docs/rewards.md
     reward: dict[str, Any] = field(default_factory=dict)
+    # _target_: a class whose objects answer the policy turn by turn: docs/environments.md; {}: single-turn tasks
+    environment: dict[str, Any] = field(default_factory=dict)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     sft: SftConfig = field(default_factory=SftConfig)
     rl: RlConfig = field(default_factory=RlConfig)

@@ -50,7 +50,7 @@ def evaluate(s: Session, name: str, step: int = 0) -> float:
         **scores(groups, config.pass_reward),
         **({"greedy": scores(greedy, config.pass_reward)} if greedy else {}),
         "length": statistics.fmean(r.sampled for r in rollouts),
-        "truncated": statistics.fmean(r.finish_reason == "length" for r in rollouts),
+        "truncated": statistics.fmean(r.truncated for r in rollouts),
         "tasks": len(tasks),
         "samples": config.samples,
         **({"dropped_tasks": s.tasks.dropped["eval"]} if "eval" in s.tasks.dropped else {}),

@@ -167,7 +167,7 @@ class Learner:
         behaviour = sampled_tokens(rollouts, device).behaviour_logprobs
         rows = [rollouts[i.start : i.stop] for i in minibatches]
         found = self.roles.columns(rows, recompute=algo.old_logprobs == OldLogprobs.recomputed)
-        cut = [algo.mask_truncated and r.finish_reason == "length" for r in rollouts]
+        cut = [algo.mask_truncated and r.truncated for r in rollouts]
         names = dict.fromkeys(name for r in rollouts for name in r.reward_parts)
         parts = {name: [r.reward_parts.get(name, 0.0) for r in rollouts] for name in names}
         scored = Scored(

@@ -12,7 +12,7 @@ import torch
 from hybrid_rl.algo.contract import check_parts
 from hybrid_rl.algo.declared import removed_signal
 from hybrid_rl.config import Config, data_config
-from hybrid_rl.data.prepare import load, prepare
+from hybrid_rl.data.prepare import environment_of, load, prepare
 from hybrid_rl.data.render import demonstration
 from hybrid_rl.data.template import fix_template
 from hybrid_rl.engine.make import ENGINES, choose_engine
@@ -59,12 +59,12 @@ def print_plan(config: Config, folder: Path, console: Console, ranks: Ranks) -> 
         check_reward_model(config.reward_model.path)
     config = settled(config, sizes.model, device)
     now = read_clock(Path(config.resume)) if (Path(config.resume) / FILE).exists() else datetime.now()
-    fix_template(tokenizer, data_config(config.data), now)
+    fix_template(tokenizer, data_config(config.data), now, environment_of(config).tools)
     checked = prepare(config, tasks, tokenizer, sizes.model.get_text_config().vocab_size)
     tasks = tasks.without(checked.dropped)
     lengths = check_lengths(config, sizes, checked.longest)
     prompts = [*checked.lengths["rl"], *checked.lengths["eval"]]
-    scorer = Scorer(config.reward, 1, r.reward_timeout, r.reward_start_timeout)
+    scorer = Scorer(config.reward, 1, r.reward_timeout, r.reward_start_timeout, environment=config.environment)
     try:
         notes = scorer.check([*tasks.rl, *tasks.eval])
     finally:

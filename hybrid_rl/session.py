@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from hybrid_rl.algo.contract import check_parts
 from hybrid_rl.config import Config, data_config
 from hybrid_rl.data import TaskSets
-from hybrid_rl.data.prepare import load, prepare
+from hybrid_rl.data.prepare import environment_of, load, prepare
 from hybrid_rl.data.render import Checked
 from hybrid_rl.data.template import fix_template
 from hybrid_rl.engine.base import KV_CACHE, WEIGHTS, Engine
@@ -75,8 +75,9 @@ class Session:
     def generator(self) -> Generator:
         """What samples and scores groups of rollouts, for RL and for evaluations."""
         policy, handover = self.policy, self.handover
+        max_turns = self.config.rollout.max_turns if self.config.environment else 0
         return Generator(
-            handover.engine, policy.tokenizer, self.scorer, policy.ranks, handover.revive, self.reward_model
+            handover.engine, policy.tokenizer, self.scorer, policy.ranks, handover.revive, self.reward_model, max_turns
         )
 
     def resumed_step(self, stage: str) -> int:
@@ -133,7 +134,7 @@ def build(start: Start) -> Session:
         start.notes.extend(ranks.on_all(lambda: start.scorer.check([*tasks.rl, *tasks.eval])))
     torch.manual_seed(config.seed)  # adapters begin at random
     policy = Policy.load(model_folder, device, config.policy, ranks)
-    fix_template(policy.tokenizer, data_config(config.data), now)
+    fix_template(policy.tokenizer, data_config(config.data), now, environment_of(config).tools)
     threads = 1 if policy.parameter_count() < TINY_PARAMETERS else max(1, cores() // ranks.local_world)
     torch.set_num_threads(config.threads or threads)
     ranks.from_main(lambda: (folder / "rollouts").mkdir(parents=True, exist_ok=True))
@@ -193,7 +194,8 @@ def _load_tasks(start: Start) -> tuple[TaskSets, dict[str, str]]:
 def _check_prompts(tasks: TaskSets, model_folder: Path, config: Config, now: datetime) -> Checked:
     """Check, before the model loads, that each task can be rendered and fits."""
     vocabulary = read_config(model_folder).get_text_config().vocab_size
-    tokenizer = fix_template(read_tokenizer(model_folder), data_config(config.data), now)
+    tools = environment_of(config).tools
+    tokenizer = fix_template(read_tokenizer(model_folder), data_config(config.data), now, tools)
     return prepare(config, tasks, tokenizer, vocabulary)
 
 

@@ -137,7 +137,8 @@ def _run_stages(config: Config, folder: Path, console: Console, ranks: Ranks, co
         resumed, notes = ranks.from_main(lambda: resume_point(config, folder))
         ranks.from_main(lambda: remove_unfinished(folder))
         r = config.rollout
-        scorer = Scorer(config.reward, r.reward_workers, r.reward_timeout, r.reward_start_timeout, r.reward_batch)
+        limits = r.reward_workers, r.reward_timeout, r.reward_start_timeout, r.reward_batch
+        scorer = Scorer(config.reward, *limits, environment=config.environment)
         stack.callback(scorer.close)
         session = build(Start(config, folder, console, ranks, scorer, resumed, notes))
         stack.callback(_save_rest, session)

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 
     from hybrid_rl.attention.attend import AttentionLayout
 
-FinishReason = Literal["stop", "length", "abort", "error"]
-FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort", "error")
+# stop: by itself; length: no token was left to sample; in a conversation also turns: no answer was left, and context:
+# what the environment replied did not fit
+FinishReason = Literal["stop", "length", "abort", "error", "turns", "context"]
+FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort", "error", "turns", "context")
 
 ROUNDING = 4 * 2**-23  # rewards are equal if they differ by at most this share of the largest (float32 rounding)
 
@@ -97,6 +99,17 @@ class Rollout:
     def sampled(self) -> int:
         """Return the number of sampled tokens."""
         return sum(count for _, count in self.versions)
+
+    @property
+    def turns(self) -> int:
+        """Return the number of sampled segments: the policy's answers in a conversation, 1 for a single-turn task."""
+        sampled = self.loss_mask[self.prompt_length :]
+        return int(sampled[:1].sum() + (sampled[1:] & ~sampled[:-1]).sum())
+
+    @property
+    def truncated(self) -> bool:
+        """Return whether the limit on tokens ended the rollout."""
+        return self.finish_reason in ("length", "context")
 
     def add_sampled(self, token_ids: Sequence[int], logprobs: Sequence[float], versions: VersionSegments) -> None:
         """Append tokens that the engine sampled.

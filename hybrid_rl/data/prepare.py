@@ -9,7 +9,8 @@ from transformers import PreTrainedTokenizerBase
 from hybrid_rl.config import Config, data_config
 from hybrid_rl.data.draws import make_draws
 from hybrid_rl.data.render import Checked, Limits, check_prompts
-from hybrid_rl.data.tasks import TaskSets, check_sizes, load_task_sets
+from hybrid_rl.data.tasks import DataError, TaskSets, check_sizes, load_task_sets
+from hybrid_rl.environments.base import Facts, facts_of
 
 
 def load(config: Config) -> TaskSets:
@@ -24,12 +25,25 @@ def prepare(config: Config, sets: TaskSets, tokenizer: PreTrainedTokenizerBase, 
     """
     data = data_config(config.data)
     limits = Limits(config.rollout.max_prompt_tokens, config.policy.row_tokens, data.drop_long)
-    checked = check_prompts(sets, tokenizer, vocabulary, limits, sft=bool(config.sft.steps))
+    role = environment_of(config).role if config.environment else None
+    checked = check_prompts(sets, tokenizer, vocabulary, limits, sft=bool(config.sft.steps), replies=role)
     kept, needed = sets.without(checked.dropped), _needed(config)
     check_sizes(kept, **needed)
     if config.rl.steps:
         make_draws(kept.rl, data, seed=0, at_least=needed["rl_tasks"])
     return checked
+
+
+def environment_of(config: Config) -> Facts:
+    """Return what the class of `environment` says of itself. Raises DataError if it cannot be loaded."""
+    if not config.environment:
+        return Facts()
+    try:
+        return facts_of(config.environment)
+    except Exception as error:  # a module may raise anything
+        raise DataError(
+            f"environment._target_={config.environment['_target_']}: {' '.join(str(error).split())}"
+        ) from error
 
 
 def _needed(config: Config) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from hybrid_rl.data.conversation import history_notes
 from hybrid_rl.data.tasks import DataError, TaskSets
 from hybrid_rl.data.template import KEY, Template
 from hybrid_rl.model_folder.tokenizer import closing, exact_text
@@ -60,15 +61,23 @@ class Limits:
 
 
 def check_prompts(
-    sets: TaskSets, tokenizer: PreTrainedTokenizerBase, vocabulary: int, limits: Limits, *, sft: bool
+    sets: TaskSets,
+    tokenizer: PreTrainedTokenizerBase,
+    vocabulary: int,
+    limits: Limits,
+    *,
+    sft: bool,
+    replies: str | None = None,
 ) -> Checked:
     """Render every prompt, and with `sft` every demonstration, before the model, which knows `vocabulary` tokens, loads.
+
+    `replies` is the role in which an environment answers the policy, None without one.
 
     Template and tokenizer are programs that came with the model, so this happens in a process that can be killed; what is rendered
     later is the same again. Raises DataError for the first that cannot be used, and for a program that does not end.
     """
     try:
-        return bounded(lambda begin: _check(sets, tokenizer, vocabulary, limits, sft, begin), SECONDS)
+        return bounded(lambda begin: _check(sets, tokenizer, vocabulary, limits, sft, replies, begin), SECONDS)
     except Overrun as error:
         raise DataError(
             f"{error.doing} of {tokenizer.name_or_path or 'the model'} {error.text}; mend it in the model's folder, or use another model"
@@ -81,6 +90,7 @@ def _check(
     vocabulary: int,
     limits: Limits,
     sft: bool,
+    replies: str | None,
     begin: Begin,
 ) -> Checked:
     template: Any = tokenizer.apply_chat_template
@@ -143,6 +153,9 @@ def _check(
     notes += [
         f"{KEY}.{argument}={json.dumps(template.arguments[argument])} changes no prompt" for argument in sorted(idle)
     ]
+    for task in [*sets.rl, *sets.eval][:1] if replies else []:
+        begin(f"task {task.id}, a reply of the environment: {TEMPLATE}")
+        notes += history_notes(task, replies or "", tokenizer)
     return Checked(lengths, longest, [*notes, *filter(None, [marks_in(sets, tokenizer)])], dropped)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from types import SimpleNamespace
@@ -90,8 +90,10 @@ class Template:
                 )
 
 
-def fix_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig, now: datetime) -> PreTrainedTokenizerBase:
-    """Make the tokenizer render every chat as `data` says and at this time; return it.
+def fix_template(
+    tokenizer: PreTrainedTokenizerBase, data: DataConfig, now: datetime, tools: Sequence[dict[str, Any]] = ()
+) -> PreTrainedTokenizerBase:
+    """Make the tokenizer render every chat as `data` says, with an environment's tools, and at this time; return it.
 
     Raises ModelError if it has no chat template and needs one.
     """
@@ -103,7 +105,8 @@ def fix_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig, now: date
             f"model.path={tokenizer.name_or_path}: the tokenizer has no chat template; add chat_template.jinja to the "
             "folder, or set data.chat_template=false for a base model"
         )
-    template = Template(tokenizer, data.template_arguments, now, data.tools)
+    arguments = {**data.template_arguments, **({"tools": list(tools)} if tools else {})}
+    template = Template(tokenizer, arguments, now, data.tools)
     tokenizer.apply_chat_template = template  # type: ignore[method-assign, assignment]
     return tokenizer
 

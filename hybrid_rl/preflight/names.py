@@ -96,7 +96,16 @@ PARTS = ("algo.advantage", "algo.loss", "algo.aggregation")
 # keys of data that hold names of the user's own
 OWN_NAMES = ("data.template_arguments", "data.weights", "data.curriculum")
 # sections whose keys are the arguments of functions
-OPEN = ("data", "reward", *PARTS, "algo.correction", "algo.selection", "engine.arguments", "tracker.arguments")
+OPEN = (
+    "data",
+    "reward",
+    "environment",
+    *PARTS,
+    "algo.correction",
+    "algo.selection",
+    "engine.arguments",
+    "tracker.arguments",
+)
 
 
 def in_open(override: Override) -> bool:

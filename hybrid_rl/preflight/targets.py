@@ -135,10 +135,12 @@ def check_saved_targets(saved: Any, run: Path, named: set[str]) -> None:
             check_saved_targets(child, run, named)
     elif isinstance(saved, dict):
         names = {"_target_"}
-        if str(saved.get("_target_")).startswith("hybrid_rl.rewards."):  # Trl imports what `function` names
-            names.add("function")
+        if str(saved.get("_target_")).startswith(("hybrid_rl.rewards.", "hybrid_rl.environments.")):
+            names |= {"function", "functions", "make"}  # what they import by name
         for key, value in saved.items():
-            if key not in names:
+            if key == "functions" and key in names:
+                check_saved_targets([{"_target_": each} for each in value], run, named)
+            elif key not in names:
                 check_saved_targets(value, run, named)
             elif not isinstance(value, str) or not (value in named or _of_a_recipe(value)):
                 raise ConfigError(
@@ -154,7 +156,7 @@ def _of_a_recipe(target: str) -> bool:
     """
     module, name = _defined(target)
     if module.startswith("hybrid_rl.") and not module.startswith(
-        tuple(f"hybrid_rl.{part}" for part in ("algo.", "data.", "recipes.", "rewards.", "sandbox."))
+        tuple(f"hybrid_rl.{part}" for part in ("algo.", "data.", "environments.", "recipes.", "rewards.", "sandbox."))
     ):
         return False
     source = file_of(target)

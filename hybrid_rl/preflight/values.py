@@ -34,6 +34,7 @@ CALLED_WITH = {
     "data": (),
     "data.curriculum": ("tasks", "seed", "at_least"),
     "reward": ("completion", "task"),
+    "environment": (),
     "algo.loss": ("tokens",),
     "algo.aggregation": ("kept", "rollout", "max_tokens"),
     "algo.selection": ("minibatch",),
@@ -123,8 +124,14 @@ def value_problems(c: DictConfig) -> Iterator[tuple[str, str]]:
             yield key, why.format(key=key)
     if c.sweep.prune and not c.rl.eval_every:
         yield "sweep.prune", "compares evaluations between steps, and rl.eval_every=0 means none; set rl.eval_every"
-    for key in ("data", "reward"):
+    for key in (
+        "data",
+        *(["reward"] if c.reward or not c.environment else []),
+        *(["environment"] if c.environment else []),
+    ):
         yield from _part_problems(key, c)
+    if c.environment and c.reward_model.path is not None:
+        yield "reward_model.path", "scores single answers, and environment._target_ makes conversations; leave one out"
 
 
 def _folder_problem(path: str) -> str:
@@ -145,7 +152,7 @@ def _part_problems(key: str, c: DictConfig) -> Iterator[tuple[str, str]]:
     if key == "reward" and isinstance(node, dict) and node and "_target_" not in node:
         yield from _reward_problems(node)
         return
-    called_with = CALLED_WITH.get(key) or CALLED_WITH.get(key.rpartition(".")[0], ("batch",))
+    called_with = CALLED_WITH.get(key, CALLED_WITH.get(key.rpartition(".")[0], ("batch",)))
     if key == "data" and isinstance(node, dict):
         yield from _data_problems(node)
         node = loader(node)

@@ -46,7 +46,7 @@ def rollout_metrics(batch: Batch) -> dict[str, Any]:
         **({"curriculum": batch.curriculum} if batch.curriculum else {}),
         "length": statistics.fmean(r.sampled for r in rollouts),
         "length_max": max(r.sampled for r in rollouts),
-        "truncated": statistics.fmean(r.finish_reason == "length" for r in rollouts),
+        "truncated": statistics.fmean(r.truncated for r in rollouts),
         "repetition": statistics.fmean(map(repetition, rollouts)),
         "rollouts": len(batch.rollouts),
         "silent_groups": batch.silent_groups,

@@ -22,7 +22,8 @@ from hybrid_rl.types import Task
 TIMEOUT, DIED, NOT_FINITE, TOO_LARGE = "timeout", "died", "not finite", "too large"
 NOT_A_NUMBER, NO_PARTS, BAD_NAME, BAD_CALL = "not a number", "no parts", "bad name of a part", "wrong arguments"
 BAD_BATCH = "bad batch"
-CONTRACT = (NOT_A_NUMBER, NO_PARTS, BAD_NAME, BAD_CALL, BAD_BATCH)  # no input excuses these
+BAD_REPLY, CHANGED = "bad reply", "not repeatable"  # of an environment
+CONTRACT = (NOT_A_NUMBER, NO_PARTS, BAD_NAME, BAD_CALL, BAD_BATCH, BAD_REPLY)  # no input excuses these
 LARGEST = 1e15  # of a reward: float32 can still add up its squares
 # keys of a named part that are not arguments of its function
 WEIGHT, SOURCES = "weight", "sources"
@@ -53,11 +54,18 @@ class Score:
     extracted: str | None = None  # the answer that it found in the completion
 
 
-Result = Score | RewardFault | Unusable
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What an environment replied to a completion: chat messages, after which the policy answers again."""
+
+    messages: tuple[dict[str, str], ...]
 
 
-class _Refused(Exception):
-    """A result that is no reward."""
+Result = Score | RewardFault | Unusable | Turn
+
+
+class Refused(Exception):
+    """A result that is no reward, and no reply of an environment."""
 
     def __init__(self, kind: str, text: str):
         super().__init__(text)
@@ -79,9 +87,10 @@ class Reward:
 
     def score(self, completions: Sequence[str], tasks: Sequence[Task]) -> list[Result]:
         """Return for each completion its score, or what the reward did instead: any exception, any kind of result."""
-        return _loop().run_until_complete(self._score(completions, tasks))
+        return event_loop().run_until_complete(self.score_all(completions, tasks))
 
-    async def _score(self, completions: Sequence[str], tasks: Sequence[Task]) -> list[Result]:
+    async def score_all(self, completions: Sequence[str], tasks: Sequence[Task]) -> list[Result]:
+        """Return what `score` returns; for a caller in the event loop."""
         rows: list[dict[str, object]] = [{} for _ in tasks]
         for name, part in self.parts.items():
             own = [i for i, task in enumerate(tasks) if part.sources is None or task.source in part.sources]
@@ -104,11 +113,11 @@ class Reward:
             if value is None and name:  # it has nothing to say about this completion
                 continue
             try:
-                paid, logged, extracted = _read(value)
-            except _Refused as refused:
+                paid, logged, extracted = read_result(value)
+            except Refused as refused:
                 return RewardFault(refused.fault.kind, f"{said}{refused.fault.text}")
             except BaseException as error:  # of a number of the reward's own
-                return RewardFault(printable(type(error).__name__, 100), f"{said}{describe(error)}")
+                return fault_of(error, said)
             answer = extracted if answer is None else answer
             paid, logged = _named(name, paid), _named(name, logged)
             if name and part.weight == 0:
@@ -118,7 +127,7 @@ class Reward:
             measures |= logged
         if not parts:
             return RewardFault(NO_PARTS, f"no part of the reward pays for tasks of source {task.source!r}")
-        return _checked(Score(sum(parts.values()), parts, measures, answer))
+        return checked(Score(sum(parts.values()), parts, measures, answer))
 
 
 class _Part:
@@ -177,7 +186,7 @@ class _Part:
             if isinstance(error, TypeError) and not _takes(self.function, *arguments):
                 names = "(completions, tasks)" if self.batched else "(completion, task)"
                 return RewardFault(BAD_CALL, f"the reward cannot be called with {names}: {describe(error)}")
-            return RewardFault(printable(type(error).__name__, 100), describe(error))
+            return fault_of(error)
 
 
 def _first_names(function: Callable[..., Any]) -> list[str]:
@@ -206,8 +215,8 @@ def _takes(function: Callable[..., Any], *arguments: object) -> bool:
 _kept: list[asyncio.AbstractEventLoop] = []
 
 
-def _loop() -> asyncio.AbstractEventLoop:
-    """Return the one event loop of all calls, so that a client that an async reward keeps stays usable."""
+def event_loop() -> asyncio.AbstractEventLoop:
+    """Return the one event loop of all calls, so that a client that an async function keeps stays usable."""
     if not _kept:
         _kept.append(asyncio.new_event_loop())
         asyncio.set_event_loop(_kept[0])
@@ -220,29 +229,29 @@ ONE = "reward"  # the name of the part that a bare number is
 ANSWER = "answer"  # the measure that may be a text (or None): the answer that the reward found
 
 
-def _read(result: object) -> tuple[dict[str, float], dict[str, float], str | None]:
+def read_result(result: object) -> tuple[dict[str, float], dict[str, float], str | None]:
     """Return (parts, measures, answer) of a number, {part: number}, or a pair of either with a mapping of measures."""
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
-        return _numbers(result, "part"), {}, None
+        return as_numbers(result, "part"), {}, None
     measures = dict(result[1])
     answer = measures.pop(ANSWER) if isinstance(measures.get(ANSWER, 0), str | None) else None
-    return _numbers(result[0], "part"), _numbers(measures, "measure") if measures else {}, answer
+    return as_numbers(result[0], "part"), as_numbers(measures, "measure") if measures else {}, answer
 
 
-def _numbers(result: object, what: str) -> dict[str, float]:
+def as_numbers(result: object, what: str) -> dict[str, float]:
     named: dict[Any, Any] = dict(result) if isinstance(result, Mapping) else {ONE: result}
     if not named:
-        raise _Refused(NO_PARTS, "the reward is {}, which has no part; return a number, or {part: number}")
+        raise Refused(NO_PARTS, "the reward is {}, which has no part; return a number, or {part: number}")
     numbers: dict[str, float] = {}
     for name, value in named.items():
         if not isinstance(name, str) or not name or name != printable(name, 100):
-            raise _Refused(
-                BAD_NAME, f"the reward has a {what} named {_shown(name)}; a name must be a short, printable text"
+            raise Refused(
+                BAD_NAME, f"the reward has a {what} named {shown(name)}; a name must be a short, printable text"
             )
         if getattr(value, "ndim", None) == 0:  # a scalar of numpy or torch
             value = value.item()
         if not isinstance(value, Real):
-            raise _Refused(NOT_A_NUMBER, f"the reward's {what} {name!r} is {_shown(value)}, not a number")
+            raise Refused(NOT_A_NUMBER, f"the reward's {what} {name!r} is {shown(value)}, not a number")
         numbers[name] = float(value)
     return numbers
 
@@ -254,17 +263,17 @@ def _named(part: str, numbers: Mapping[str, float]) -> dict[str, float]:
     return {part if name == ONE else f"{part}.{name}": value for name, value in numbers.items()}
 
 
-def _checked(score: Score) -> Score | RewardFault:
+def checked(score: Score) -> Score | RewardFault:
     total, parts, measures = score.reward, score.parts, score.measures
     if not all(map(math.isfinite, (total, *parts.values()))):
-        return RewardFault(NOT_FINITE, f"reward {total} with parts {_shown(parts)} is not finite")
+        return RewardFault(NOT_FINITE, f"reward {total} with parts {shown(parts)} is not finite")
     if not all(map(math.isfinite, measures.values())):
-        return RewardFault(NOT_FINITE, f"the measures {_shown(measures)} are not finite")
+        return RewardFault(NOT_FINITE, f"the measures {shown(measures)} are not finite")
     if max(map(abs, (total, *parts.values(), *measures.values()))) > LARGEST:
-        measured = f" and measures {_shown(measures)}" if measures else ""
+        measured = f" and measures {shown(measures)}" if measures else ""
         return RewardFault(
             TOO_LARGE,
-            f"reward {total:g} with parts {_shown(parts)}{measured} is beyond ±{LARGEST:g}, "
+            f"reward {total:g} with parts {shown(parts)}{measured} is beyond ±{LARGEST:g}, "
             "which float32 cannot compute with",
         )
     return score
@@ -276,13 +285,18 @@ def printable(text: str, most: int) -> str:
     return line if len(text) <= most else f"{line}…"
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     """Describe a value that may be of any size, or have no repr, in one line."""
     try:
         text = repr(value)
     except Exception:
         text = f"a {type(value).__name__}"
     return printable(text, 100)
+
+
+def fault_of(error: BaseException, said: str = "") -> RewardFault:
+    """Return an exception of the reward's own as a fault of its name."""
+    return RewardFault(printable(type(error).__name__, 100), f"{said}{describe(error)}")
 
 
 def describe(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""A worker process of the rewards: load the reward once, then score what it is sent."""
+"""A worker process of the rewards: load the reward and the environment once, then answer what is sent."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from typing import Any
 
 from hydra.errors import InstantiationException
 
-from hybrid_rl.rollout.reward_call import Reward, describe
+from hybrid_rl.rollout.conversations import Environments
+from hybrid_rl.rollout.reward_call import Result, Reward, describe
 
 
-def work(pipe: Connection, section: dict[str, Any], output: Connection) -> None:
-    """Run the process: load the reward, then answer each (completions, tasks) with a result for each.
+def work(pipe: Connection, reward: dict[str, Any], environment: dict[str, Any], output: Connection) -> None:
+    """Run the process: load what the two settings name, then answer each (completions, tasks) with a result for each.
+
+    With an environment the completions are what was said in conversations.
 
     The first message is ("", whether it gains from several completions at a time), or (why it cannot be loaded, False).
     """
@@ -29,18 +32,20 @@ def work(pipe: Connection, section: dict[str, Any], output: Connection) -> None:
         os.dup2(output.fileno(), descriptor)
     output.close()
     try:
-        reward = Reward(section)
+        scored = Reward(reward) if reward else None
+        asked = Environments(environment, scored) if environment else scored
+        assert asked is not None
     except BaseException as error:  # a module may raise anything
         cause = error.__cause__ if isinstance(error, InstantiationException) else None
         return pipe.send((describe(cause or error), False))
-    pipe.send(("", reward.many))
+    pipe.send(("", asked.many))
     own = os.getpid()
     while True:
         try:
             completions, tasks = pipe.recv()
         except EOFError:
             return
-        results = reward.score(completions, tasks)
+        results: list[Result] = asked.score(completions, tasks)
         if os.getpid() != own:  # the reward forked, and its child came back too
             os._exit(0)
         pipe.send(results)

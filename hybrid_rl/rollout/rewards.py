@@ -5,6 +5,8 @@ either with {measure: number}, which is logged and not paid (a measure named "an
 for majority votes); it may be `async`, and one of (completions, tasks) gets lists and returns a list. Whatever it does
 instead (raise, hang, return something else, end its process) becomes an error on the rollout: counted by its kind,
 never invented.
+
+With an environment the same processes hold its conversations, and an answer may be another turn.
 """
 
 from __future__ import annotations
@@ -22,11 +24,13 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait as wait_for
+from types import MappingProxyType
 from typing import Any
 
 from hybrid_rl.processes import hangs
 from hybrid_rl.processes.children import Context
-from hybrid_rl.rollout.reward_call import CONTRACT, DIED, TIMEOUT, Result, RewardFault, Score, Unusable
+from hybrid_rl.rollout.conversations import Said
+from hybrid_rl.rollout.reward_call import CONTRACT, DIED, TIMEOUT, Result, RewardFault, Score, Turn, Unusable
 from hybrid_rl.rollout.reward_worker import work
 from hybrid_rl.types import Rollout, Task
 
@@ -56,7 +60,7 @@ class _Ended(Exception):
 
 @dataclass(slots=True)
 class _Asked:
-    completion: str
+    completion: str | Said
     task: Task
     rollout: Rollout | None = None
     result: Future[Result] = field(default_factory=Future)
@@ -70,17 +74,27 @@ class Scorer:
     """
 
     def __init__(
-        self, reward: Mapping[str, Any], workers: int, timeout: float, start_timeout: float = 60.0, batch: int = 1
+        self,
+        reward: Mapping[str, Any],
+        workers: int,
+        timeout: float,
+        start_timeout: float = 60.0,
+        batch: int = 1,
+        environment: Mapping[str, Any] = MappingProxyType({}),
     ):
         self.reward, self.timeout, self.start_timeout, self.batch = dict(reward), timeout, start_timeout, batch
+        self.environment = dict(environment)
         self._pending: list[_Asked] = []
-        self._queue: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
+        # one for all workers; with an environment one for each, which keeps its conversations
+        self._queues: list[queue.SimpleQueue[_Asked | None]] = [queue.SimpleQueue()] * workers
+        if environment:
+            self._queues = [queue.SimpleQueue() for _ in range(workers)]
         self._loaded: Future[None] = Future()
         self._broken: RewardError | None = None
         self._closed = False
         self._workers: set[_Worker] = set()
         self._output = _Output()
-        self._threads = [threading.Thread(target=self._attend, daemon=True) for _ in range(workers)]
+        self._threads = [threading.Thread(target=self._attend, args=(own,), daemon=True) for own in self._queues]
         for thread in self._threads:
             thread.start()  # the processes load the reward now, while the model still loads
         atexit.register(self.close)
@@ -93,45 +107,63 @@ class Scorer:
         """
         self._loaded.result()
         first = {task.source: task for task in reversed(tasks)}
-        asked = [_Asked(MADE_UP, task) for task in [*first.values()][-MOST_TRIALS:]]
+        tried = [*first.values()][-MOST_TRIALS:]
+        asked = [
+            _Asked(Said(-1 - i, (MADE_UP,), ended=True) if self.environment else MADE_UP, task)
+            for i, task in enumerate(tried)
+        ]
         for each in asked:
-            self._queue.put(each)
+            self._put(each)
         notes = []
         for each in asked:
             result = self._result(each)
             if isinstance(result, RewardFault):
-                tried = f"{self._name()}, tried with a made-up completion on task {each.task.id}: {result.text}"
+                line = f"{self._name()}, tried with a made-up completion on task {each.task.id}: {result.text}"
                 if result.kind in CONTRACT:
-                    raise RewardError(tried)
-                notes.append(f"{tried}; if it does so with sampled completions, their groups are replaced")
+                    raise RewardError(line)
+                notes.append(f"{line}; if it does so with sampled completions, their groups are replaced")
         return notes
 
     def _name(self) -> str:
+        if self.environment:
+            return f"environment._target_={self.environment['_target_']}"
         return f"reward._target_={self.reward['_target_']}" if "_target_" in self.reward else "reward"
 
-    def submit(self, rollout: Rollout, task: Task) -> None:
-        self._pending.append(_Asked(rollout.completion, task, rollout))
-        self._queue.put(self._pending[-1])
+    def submit(self, rollout: Rollout, task: Task, said: Said | None = None) -> None:
+        """Let a worker score the rollout's completion, or tell its environment what was `said`."""
+        self._pending.append(_Asked(rollout.completion if said is None else said, task, rollout))
+        self._put(self._pending[-1])
+
+    def _put(self, asked: _Asked) -> None:
+        key = asked.completion.key if isinstance(asked.completion, Said) else 0
+        self._queues[key % len(self._queues)].put(asked)
 
     def finish(self) -> int:
-        """Wait for everything submitted, and record each reward, or its error, on its rollout; returns the number of errors.
+        """Do what `settle` does, and return the number of rewards that failed."""
+        rollouts = [asked.rollout for asked in self._pending]
+        self.settle()
+        return sum(rollout is not None and rollout.error is not None for rollout in rollouts)
+
+    def settle(self) -> list[tuple[Rollout, Turn]]:
+        """Wait for everything submitted, record each reward, or its error, on its rollout, and return the other turns.
 
         Raises RewardError if rewards cannot be had on this machine any more.
         """
-        errors = 0
+        turns = []
         for asked in self._pending:
             result, rollout = self._result(asked), asked.rollout
             assert rollout is not None
-            if isinstance(result, RewardFault):
+            if isinstance(result, Turn):
+                turns.append((rollout, result))
+            elif isinstance(result, RewardFault):
                 rollout.error, rollout.fault = result.text, result.kind
-                errors += 1
             else:
                 rollout.score(result.reward, result.parts, result.measures, result.extracted)
             hangs.progress()
         self._pending.clear()
-        return errors
+        return turns
 
-    def _result(self, asked: _Asked) -> Score | RewardFault:
+    def _result(self, asked: _Asked) -> Score | RewardFault | Turn:
         while not wait([asked.result], timeout=1.0).done:
             if self._broken:
                 raise self._broken
@@ -140,9 +172,9 @@ class Scorer:
             raise RewardError(result.text)
         return result
 
-    def _attend(self) -> None:
-        """Attend one worker process after another until the scorer is closed; each task goes to one, and is answered in
-        bounded time.
+    def _attend(self, own: queue.SimpleQueue[_Asked | None]) -> None:
+        """Attend one worker process after another until the scorer is closed; what is in `own` goes to it one by one, and
+        is answered in bounded time.
         """
         asked: list[_Asked] = []
         alone: list[_Asked] = []  # of a batch that failed
@@ -152,7 +184,7 @@ class Scorer:
             while not self._closed:
                 worker = self._start()
                 while worker.alive() or not asked:
-                    asked = asked or ([alone.pop(0)] if alone else self._next(self.batch if worker.many else 1))
+                    asked = asked or ([alone.pop(0)] if alone else self._next(own, self.batch if worker.many else 1))
                     if not asked or self._closed:
                         return
                     if not worker.alive():  # the system killed it while it had nothing to do
@@ -181,17 +213,17 @@ class Scorer:
             if worker:
                 self._end(worker)
 
-    def _next(self, most: int) -> list[_Asked]:
+    def _next(self, own: queue.SimpleQueue[_Asked | None], most: int) -> list[_Asked]:
         """Wait for something to score; return up to `most` of what there is, [] when the scorer is closed."""
-        asked = self._queue.get()
+        asked = own.get()
         found = [] if asked is None else [asked]
         while found and len(found) < most:
             try:
-                asked = self._queue.get_nowait()
+                asked = own.get_nowait()
             except queue.Empty:
                 break
             if asked is None:  # for the next call
-                self._queue.put(None)
+                own.put(None)
                 break
             found.append(asked)
         return found
@@ -205,7 +237,7 @@ class Scorer:
     def _start(self) -> _Worker:
         """Return a process that has loaded the reward. Raises RewardError with the reason if none can."""
         for _ in range(STARTS):
-            worker = _Worker(self.reward, self._output)
+            worker = _Worker(self.reward, self.environment, self._output)
             self._workers.add(worker)
             if self._closed:
                 worker.kill()
@@ -226,7 +258,8 @@ class Scorer:
                 return worker
             self._end(worker)
             break
-        raise RewardError(f"the reward cannot be loaded: {problem}")
+        what = "environment" if self.environment else "reward"
+        raise RewardError(f"the {what} cannot be loaded: {problem}")
 
     def _end(self, worker: _Worker) -> None:
         worker.kill()
@@ -238,8 +271,8 @@ class Scorer:
             return
         self._closed = True
         atexit.unregister(self.close)
-        for _ in self._threads:
-            self._queue.put(None)
+        for own in self._queues:
+            own.put(None)
         for worker in list(self._workers):
             worker.process.kill()  # its thread notices, and does the rest
         for thread in self._threads:
@@ -250,10 +283,10 @@ class Scorer:
 class _Worker:
     """One process, seen from the thread that attends it."""
 
-    def __init__(self, reward: dict[str, Any], output: _Output):
+    def __init__(self, reward: dict[str, Any], environment: dict[str, Any], output: _Output):
         self.killed = self.many = False
         self.pipe, there = CONTEXT.Pipe()
-        self.process = CONTEXT.Process(target=work, args=(there, reward, output.writer))
+        self.process = CONTEXT.Process(target=work, args=(there, reward, environment, output.writer))
         self.process.start()
         there.close()
 

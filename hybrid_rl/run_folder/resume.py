@@ -130,9 +130,9 @@ def resume_point(config: Config, folder: Path) -> tuple[Checkpoint | None, list[
 
 
 def digests(config: Config, tasks: TaskSets) -> dict[str, str]:
-    """Return what identifies a run's data: a digest of each task set, and one of the files that define the reward."""
+    """Return what identifies a run's data: a digest of each task set, and one of the files that define reward and environment."""
     source = sha256()
-    for target in sorted(_targets(config.reward)):
+    for target in sorted({*_targets(config.reward), *_targets(config.environment)}):
         file = file_of(target)
         source.update(file.read_bytes() if file and file.is_file() else target.encode())
     return {**tasks.digests(), "reward": source.hexdigest()}
@@ -185,12 +185,13 @@ def _check_state(found: Checkpoint) -> None:
 
 
 def _targets(node: object) -> set[str]:
-    """Return every `_target_` at any depth, and every `function`, which hybrid_rl.rewards.Trl loads."""
+    """Return every `_target_` at any depth, and what hybrid_rl's rewards and environments load by name."""
     if isinstance(node, list):
         return set().union(*map(_targets, node))
     if not isinstance(node, dict):
         return set()
-    own = {str(node[key]) for key in ("_target_", "function") if isinstance(node.get(key), str)}
+    own = {str(node[key]) for key in ("_target_", "function", "make") if isinstance(node.get(key), str)}
+    own |= set(map(str, node.get("functions") or ())) if isinstance(node.get("functions"), list) else set()
     return own.union(*(_targets(value) for value in node.values()))
 
 

@@ -1,0 +1,75 @@
+"""What a chat template puts between two answers: an environment's messages as token ids, appended to those sampled.
+
+Nothing is tokenized twice: earlier turns stay as they were sampled, also if the template would show them otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from hybrid_rl.data.tasks import DataError
+from hybrid_rl.data.template import Template
+from hybrid_rl.model_folder.tokenizer import closing
+from hybrid_rl.types import Task
+
+MARK = "(the policy's answer 7f3a)"  # stands for an answer; no other text holds it
+Messages = Sequence[dict[str, str]]
+
+
+def reply_ids(task: Task, replies: Messages, last: int, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the token ids between an answer that ended with the token `last` and the policy's next one.
+
+    These are the rest of the answer's turn, as far as it is not sampled, the messages, and the beginning of an answer.
+    Raises DataError for messages that the chat template refuses or leaves out.
+    """
+    after = _after_answer(task, MARK, replies, tokenizer)
+    ending = closing(tokenizer)
+    if after.startswith(ending) and tokenizer.encode(ending, add_special_tokens=False)[-1:] == [last]:
+        after = after[len(ending) :]
+    return list(tokenizer(after, add_special_tokens=False)["input_ids"])
+
+
+def _after_answer(task: Task, answer: str, replies: Messages, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return what the chat template puts after an answer in a conversation that goes on."""
+    turns = [*task.messages, {"role": "assistant", "content": answer}, *replies]
+    _, found, after = _rendered(task, turns, tokenizer, True).rpartition(answer)
+    if not found:
+        raise DataError(f"task {task.id}: the chat template leaves out an earlier answer; use another one")
+    if missing := [m["role"] for m in replies if m["content"].strip() and m["content"].strip() not in after]:
+        raise DataError(
+            f"task {task.id}: the chat template leaves out what the environment replies as {missing[0]}; use another role"
+        )
+    return after
+
+
+def _rendered(task: Task, turns: Messages, tokenizer: PreTrainedTokenizerBase, goes_on: bool) -> str:
+    template: Any = tokenizer.apply_chat_template
+    own = template.own(task) if isinstance(template, Template) else {}
+    try:
+        return str(template(list(turns), add_generation_prompt=goes_on, tokenize=False, **own))
+    except MemoryError:
+        raise
+    except Exception as error:  # the template is a program that came with the model: it may raise anything
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise DataError(
+            f"task {task.id}: the chat template does not take a reply of the environment: {reason}"
+        ) from error
+
+
+def history_notes(task: Task, role: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """Yield a line for each way in which the chat template shows earlier answers otherwise than they were sampled.
+
+    `role` is that of the environment's replies. Raises DataError if the template does not take it.
+    """
+    reply = [{"role": role, "content": "a reply"}]
+    _after_answer(task, MARK, reply, tokenizer)
+    for answer, what in (
+        (f"<think>\nan idea\n</think>\n\n{MARK}", "the thoughts of"),
+        (f" {MARK}  ", "the blanks around"),
+    ):
+        turns = [*task.messages, {"role": "assistant", "content": answer}, *reply]
+        if answer not in _rendered(task, turns, tokenizer, True):
+            yield f"the chat template drops {what} earlier answers; the conversation keeps what was sampled"
