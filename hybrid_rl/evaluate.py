@@ -15,6 +15,7 @@ from dataclasses import replace
 from hybrid_rl.engine.base import Sampling
 from hybrid_rl.report.console import eval_line, source_lines
 from hybrid_rl.report.scores import scores
+from hybrid_rl.report.step_metrics import turn_metrics
 from hybrid_rl.rollout.generate import fault_metrics, first_faults, reward_faults
 from hybrid_rl.session import Session
 from hybrid_rl.types import Group
@@ -51,6 +52,7 @@ def evaluate(s: Session, name: str, step: int = 0) -> float:
         **({"greedy": scores(greedy, config.pass_reward)} if greedy else {}),
         "length": statistics.fmean(r.sampled for r in rollouts),
         "truncated": statistics.fmean(r.truncated for r in rollouts),
+        **turn_metrics(rollouts),
         "tasks": len(tasks),
         "samples": config.samples,
         **({"dropped_tasks": s.tasks.dropped["eval"]} if "eval" in s.tasks.dropped else {}),

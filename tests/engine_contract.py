@@ -201,6 +201,22 @@ class EngineContract:
         assert ended.versions == [(0, 6), (4, 8)]
         assert ended.logprobs == pytest.approx([*old[:6].tolist(), *new[6:].tolist()], abs=self.tolerance)
 
+    def test_another_turn_goes_on_after_what_was_observed(self, make_engine, folder_of, reference_of) -> None:
+        """Tokens that nobody sampled stand among those of the request, and only the new ones have a version."""
+        folder = folder_of("llama")
+        request = Request(0, PROMPTS[1], seed=5)
+        engine, sampling = make_engine(folder, capacity=64), Sampling(max_tokens=24)
+        first = collect(engine, [request], replace(sampling, max_tokens=6))[0]
+        known = [*first.token_ids, 9, 8, 7]
+        go_on = replace(request, sampled_ids=known, sampled_logprobs=[*first.logprobs, 0.0, 0.0, 0.0])
+        second = collect(engine, [go_on], sampling)[0]
+        assert second.token_ids[: len(known)] == known
+        new = len(second.token_ids) - len(known)
+        assert new > 0
+        assert list(second.versions) == [(engine.version, new)]
+        exact = reference_of(folder).logprobs([*request.prompt_ids, *known], second.token_ids[len(known) :], 1.0)
+        assert second.logprobs[len(known) :] == pytest.approx(exact.tolist(), abs=self.tolerance, rel=0)
+
     def test_nothing_to_sample_and_nothing_to_abort(self, engine: Engine) -> None:
         assert list(engine.generate([], Sampling(max_tokens=3))) == engine.abort() == []
         assert len(collect(engine, requests(), Sampling(max_tokens=3))) == 20

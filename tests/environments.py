@@ -48,6 +48,13 @@ class Echo:
         return Reply(f"answer {self.turns} of {completion[:3]}", 1)
 
 
+class Moody(Echo):
+    """End the conversation after an answer of odd length."""
+
+    def step(self, completion: str) -> Reply | Done:  # type: ignore[override]
+        return Done(1) if len(completion) % 2 else super().step(completion)
+
+
 class Odd(Echo):
     """The completion names what is to happen."""
 

@@ -103,7 +103,7 @@ def step_line(m: dict[str, Any], steps: int) -> str:
     phases = " ".join(f"{name} {value:.2f}" for name, value in seconds.items() if value >= 0.005)
     line = (
         f"step {m['step']:>{len(str(steps))}}/{steps}  reward {m['reward']:.3f}±{m['reward_std']:.2f}  "
-        f"len {m['length']:.1f}  trunc {m['truncated']:.1%}  {measured}"
+        f"len {m['length']:.1f}{_turns(m)}  trunc {m['truncated']:.1%}  {measured}"
         f"{m['tokens_per_second'] / 1000:.1f}k tok/s  {m['memory_gib']:.2f} GiB  "
         f"{sum(seconds.values()):.2f} s ({phases})"
     )
@@ -114,6 +114,11 @@ def step_line(m: dict[str, Any], steps: int) -> str:
         if m.get(key)
     ]
     return line + ("  ! " + ", ".join(notes) if notes else "")
+
+
+def _turns(m: dict[str, Any]) -> str:
+    """Return the mean number of answers of conversations, "" for single answers."""
+    return f" in {m['turns']:.1f} turns" if "turns" in m else ""
 
 
 # value of the metric nothing_trained → why an RL step had no update, and what to do if that lasts
@@ -177,7 +182,7 @@ def eval_line(m: dict[str, Any]) -> str:
     greedy = f", greedy {_reward(m['greedy'])}" if "greedy" in m else ""
     return (
         f"evaluation of {EVALUATED[m['name']]}: reward {_reward(m)}{greedy} on {m['tasks']} held-out tasks{samples}, "
-        f"length {m['length']:.1f}, truncated {m['truncated']:.1%}{failed}"
+        f"length {m['length']:.1f}{_turns(m)}, truncated {m['truncated']:.1%}{failed}"
     )
 
 

@@ -47,6 +47,7 @@ def rollout_metrics(batch: Batch) -> dict[str, Any]:
         "length": statistics.fmean(r.sampled for r in rollouts),
         "length_max": max(r.sampled for r in rollouts),
         "truncated": statistics.fmean(r.truncated for r in rollouts),
+        **turn_metrics(rollouts),
         "repetition": statistics.fmean(map(repetition, rollouts)),
         "rollouts": len(batch.rollouts),
         "silent_groups": batch.silent_groups,
@@ -55,6 +56,19 @@ def rollout_metrics(batch: Batch) -> dict[str, Any]:
         "reward_errors": batch.reward_errors,
         **fault_metrics(batch.reward_faults),
     }
+
+
+def turn_metrics(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """Return what conversations add: mean number of answers and of tokens replied, and rollouts by what ended them.
+
+    {} if every rollout is a single answer.
+    """
+    turns = [r.turns for r in rollouts]
+    if max(turns) < 2:
+        return {}
+    observed = statistics.fmean(len(r.token_ids) - r.prompt_length - r.sampled for r in rollouts)
+    ends = Counter(r.finish_reason or "unknown" for r in rollouts)
+    return {"turns": statistics.fmean(turns), "observed": observed, "ends": dict(sorted(ends.items()))}
 
 
 def phase_metrics(phases: Phases, batch: Batch, ranks: Ranks) -> dict[str, Any]:

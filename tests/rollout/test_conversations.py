@@ -19,13 +19,16 @@ from hybrid_rl.data.conversation import reply_ids
 from hybrid_rl.data.template import fix_template
 from hybrid_rl.engine.base import Completion, EngineStats, Request, Sampling
 from hybrid_rl.engine.local import LocalEngine
+from hybrid_rl.handover import hand_over
 from hybrid_rl.policy.layout import pack, sampled_tokens
+from hybrid_rl.policy.model import Policy
 from hybrid_rl.policy.tiny import END, character_tokenizer
 from hybrid_rl.processes.ranks import Ranks
 from hybrid_rl.rollout.generate import Generator
 from hybrid_rl.rollout.rewards import RewardError, Scorer
 from hybrid_rl.types import Group, Task
 from tests.data.test_template import NOON
+from tests.ranks import on_ranks
 
 TOKENIZER = fix_template(character_tokenizer([]), DataConfig(), NOON)
 TASK = Task("t", ({"role": "user", "content": "guess"},), "5")
@@ -284,3 +287,26 @@ def test_layouts_see_the_turns_alike(policy):
         for row in pack(rollouts, layout, 512):
             found[row.token_index] = row.targets
         assert found.tolist() == [t for r in rollouts for t in r.token_ids[r.loss_mask].tolist()]
+
+
+def converse_on(ranks: Ranks, folder) -> list[tuple]:
+    """Two groups of conversations of a random model, on this rank's share; what every rank then knows of all."""
+    policy = Policy.load(folder, torch.device("cpu"), ranks=ranks)
+    fix_template(policy.tokenizer, DataConfig(), NOON)
+    ends = frozenset(range(0, len(policy.tokenizer), 2)) | policy.end_ids()
+    engine = LocalEngine(policy.sampler, ends, 8, 300)
+    hand_over(policy, engine, 7)
+    scorer = Scorer({}, 1, 10.0, environment={"_target_": "tests.environments.Moody"})
+    generator = Generator(engine, policy.tokenizer, scorer, ranks, max_turns=3)
+    try:
+        groups = [generator.new_group(i, TASK, 3, 100, "seed", i) for i in range(2)]
+        generator.fill(groups, Sampling(max_tokens=200))
+    finally:
+        scorer.close()
+    return [(r.token_ids.tolist(), r.loss_mask.tolist(), r.reward, r.turns) for g in groups for r in g.rollouts]
+
+
+def test_ranks_hold_the_same_conversations(tiny_folder):
+    expected = converse_on(Ranks(), tiny_folder)
+    assert len({turns for *_, turns in expected}) > 1  # some rounds are of one rank alone
+    assert on_ranks(2, converse_on, tiny_folder) == [expected] * 2
