@@ -44,15 +44,22 @@ SAVED = {
     ("README.md", "yaml"): ["my_conf/recipe/mine.yaml"],
     ("docs/algorithms.md", "python"): ["ranked.py"],
     ("docs/algorithms.md", "yaml"): ["my_conf/algo/advantage/ranked.yaml", "my_conf/algo/ranked.yaml"],
+    ("docs/environments.md", "python"): ["number_game.py"],
     ("docs/own_task.md", "python"): ["sums.py", "make_data.py"],
     ("docs/own_task.md", "yaml"): ["my_conf/recipe/mine.yaml"],
     ("docs/rewards.md", "python"): ["own_rewards.py"],
     ("docs/runs.md", "python"): [""],
 }
 # pages whose YAML is of sections of a recipe: the first is complete, the later ones say more of it
-SECTIONED = ("docs/data.md", "docs/rewards.md", "docs/sandbox.md")
+SECTIONED = ("docs/data.md", "docs/environments.md", "docs/rewards.md", "docs/sandbox.md")
 # what a page tells to have besides
 BESIDES = {
+    "docs/environments.md": {
+        "my_tools.py": "".join(
+            f'def {name}(text: str) -> str:\n    """Look a text up.\n\n    Args:\n        text: what\n    """\n    return text\n\n\n'
+            for name in ("search", "lookup")
+        )
+    },
     "docs/rewards.md": {"my_rewards.py": "def careful(completion, task):\n    return 1.0\n"},
 }
 DEMONSTRATIONS = "".join(
@@ -76,6 +83,7 @@ TEXTS = {
     ("docs/own_task.md", "evaluation reward: base"): "output, which tests/test_docs.py reads",
     ("recipes/reverse_opd/README.md", "model:   embedded"): "output of the whole recipe",
     ("recipes/arithmetic/README.md", "system     Add."): "a prompt",
+    ("recipes/guess_number/README.md", "user       Guess"): "a conversation",
     ("recipes/countdown/README.md", "system     Use"): "a prompt",
     ("recipes/format/README.md", "system     Order"): "a prompt",
 }

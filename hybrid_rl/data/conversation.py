@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_rl.data.tasks import DataError
 from hybrid_rl.data.template import Template
-from hybrid_rl.model_folder.tokenizer import closing
+from hybrid_rl.model_folder.tokenizer import closing, first_mark
 from hybrid_rl.types import Task
 
 MARK = "(the policy's answer 7f3a)"  # stands for an answer; no other text holds it
@@ -26,9 +26,9 @@ def reply_ids(task: Task, replies: Messages, last: int, tokenizer: PreTrainedTok
     Raises DataError for messages that the chat template refuses or leaves out.
     """
     after = _after_answer(task, MARK, replies, tokenizer)
-    ending = closing(tokenizer)
-    if after.startswith(ending) and tokenizer.encode(ending, add_special_tokens=False)[-1:] == [last]:
-        after = after[len(ending) :]
+    # some templates end an earlier turn with another mark than the last one
+    if tokenizer.encode(closing(tokenizer), add_special_tokens=False)[-1:] == [last]:
+        after = after.removeprefix(first_mark(after, tokenizer))
     return list(tokenizer(after, add_special_tokens=False)["input_ids"])
 
 

@@ -79,6 +79,11 @@ class Template:
         known = sorted(used - {*SET_BY_THE_RUN, "strftime_now", "raise_exception"} - Environment().globals.keys())
         if self.tools and "tools" not in known:
             raise DataError(f"data.tools={self.tools}: the model's chat template shows no tools; leave it out")
+        if self.arguments.get("tools") and "tools" not in known:
+            raise DataError(
+                "environment: the model's chat template describes no tools; set environment.shown=false, and describe them "
+                "in the prompt"
+            )
         for name, value in self.arguments.items():
             if name in SET_BY_THE_RUN:
                 raise DataError(f"{KEY}.{name}={json.dumps(value)}: is set by the run; remove it")

@@ -23,6 +23,7 @@ class Tools:
     functions: paths of functions with type hints and a Google-style docstring, from which the chat template's description
     is made. format: how the model writes a call: `hermes` (Qwen, SmolLM, Hermes: <tool_call>{…}</tool_call>), `llama`
     ({"name": …, "parameters": …}, perhaps after <|python_tag|>), `mistral` ([TOOL_CALLS] [{…}, …]). role: of the results.
+    shown: whether the chat template describes the functions.
 
     A call that cannot be read, names no function, or raises is answered with the error. Nothing is paid: `reward` scores
     the last answer. Measures: tool_calls and tool_errors of a conversation.
@@ -35,6 +36,7 @@ class Tools:
         functions: Sequence[str],
         format: Literal["hermes", "llama", "mistral"] = "hermes",
         role: str = "tool",
+        shown: bool = True,
     ):
         self.functions: dict[str, Callable[..., Any]] = {
             path.rpartition(".")[2]: get_method(path) for path in functions
@@ -43,7 +45,7 @@ class Tools:
         self.calls = self.errors = 0
 
     @staticmethod
-    def tools(functions: Sequence[str], **others: Any) -> list[dict[str, Any]]:
+    def tools(functions: Sequence[str], shown: bool = True, **others: Any) -> list[dict[str, Any]]:
         """Return what a chat template shows of the functions: their JSON schemas, as transformers makes them.
 
         Raises ValueError for a function without type hints, or whose docstring lacks an argument.
@@ -51,7 +53,7 @@ class Tools:
         from transformers.utils import get_json_schema
 
         found = []
-        for path in functions:
+        for path in functions if shown else ():
             try:
                 found.append(get_json_schema(get_method(path)))
             except Exception as error:  # a module may raise anything

@@ -102,10 +102,15 @@ def _closing(tokenizer: PreTrainedTokenizerBase, template: str) -> str:
     except Exception:  # the template is a program that came with the model: it may refuse this conversation
         return ""
     _, found, after = rendered.rpartition(ANSWER)
+    return first_mark(after, tokenizer) if found else ""
+
+
+def first_mark(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the added token that a text begins with, and the blanks before it; "" if it begins with another text."""
     marks = sorted(
         (t.content for t in tokenizer.added_tokens_decoder.values() if t.content.strip()), key=len, reverse=True
     )
-    match = re.match(rf"\s*(?:{'|'.join(map(re.escape, marks))})", after) if found and marks else None
+    match = re.match(rf"\s*(?:{'|'.join(map(re.escape, marks))})", text) if marks else None
     return match[0] if match else ""
 
 
