@@ -11,14 +11,20 @@ from __future__ import annotations
 import statistics
 import sys
 from dataclasses import replace
+from pathlib import Path
 
+from hybrid_rl.config import Config
 from hybrid_rl.engine.base import Sampling
-from hybrid_rl.report.console import eval_line, source_lines
+from hybrid_rl.report import versus
+from hybrid_rl.report.console import Console, eval_line, source_lines
 from hybrid_rl.report.scores import scores
 from hybrid_rl.report.step_metrics import turn_metrics
 from hybrid_rl.rollout.generate import fault_metrics, first_faults, reward_faults
+from hybrid_rl.run_folder.files import write_json
 from hybrid_rl.session import Session
 from hybrid_rl.types import Group
+
+AGAINST = "against"  # the folder, inside the run's, of the second model's evaluation
 
 
 def evaluate(s: Session, name: str, step: int = 0) -> float:
@@ -74,6 +80,26 @@ def evaluate(s: Session, name: str, step: int = 0) -> float:
     if s.config.rl.keep_best and name in ("step", "rl") and (progress.best is None or reward > progress.best["reward"]):
         progress.best = {"step": step, "reward": reward}
     return reward
+
+
+def models_of(config: Config, folder: Path) -> list[tuple[Config, Path]]:
+    """Return the settings and the folder of a run, and those for the model of eval.against, if there is one."""
+    if config.eval.against is None:
+        return [(config, folder)]
+    second = replace(config, model=replace(config.model, path=config.eval.against), resume="never")
+    return [(config, folder), (second, folder / AGAINST)]
+
+
+def compare_models(config: Config, folder: Path, console: Console) -> None:
+    """Compare the two evaluations of eval.against, on the console and in a file. Rank 0 alone."""
+    found = versus.versus(folder, folder / AGAINST, config.eval.pass_reward)
+    write_json(folder / versus.FILE, found)
+    console.heading(f"{config.model.path} minus {config.eval.against}, task by task, with 95% intervals")
+    if found["left_out"]:
+        console.say(f"note:    {found['left_out']} tasks are left out, which only one of them was evaluated on")
+    for line in versus.lines(found):
+        console.say(f"  {line}")
+    console.say(f"written: {folder / versus.FILE}")
 
 
 if __name__ == "__main__":

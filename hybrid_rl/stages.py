@@ -8,7 +8,6 @@ import signal
 import sys
 import time
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import replace
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -18,7 +17,7 @@ from hybrid_rl.algo.declared import PartError
 from hybrid_rl.config import Config, ConsoleKind, ExportDtype, only_evaluates
 from hybrid_rl.data import DataError
 from hybrid_rl.engine.base import EngineError
-from hybrid_rl.evaluate import evaluate
+from hybrid_rl.evaluate import compare_models, evaluate, models_of
 from hybrid_rl.handover import HandoverError
 from hybrid_rl.machine import versions
 from hybrid_rl.model_folder.read import ModelError
@@ -29,14 +28,14 @@ from hybrid_rl.processes.deterministic import make_deterministic
 from hybrid_rl.processes.launch import after_rank_0
 from hybrid_rl.processes.ranks import Ranks
 from hybrid_rl.processes.signals import Stopped
-from hybrid_rl.report import versus, write_report
+from hybrid_rl.report import write_report
 from hybrid_rl.report.console import Console
 from hybrid_rl.report.live import LiveConsole
 from hybrid_rl.report.summary import conclude, introduce
 from hybrid_rl.rl import NothingTrained, train_rl
 from hybrid_rl.rollout.rewards import RewardError, Scorer
 from hybrid_rl.run_folder.checkpoint import CheckpointError
-from hybrid_rl.run_folder.files import FolderInUse, alone_in, remove_unfinished, write_json
+from hybrid_rl.run_folder.files import FolderInUse, alone_in, remove_unfinished
 from hybrid_rl.run_folder.final import export_final
 from hybrid_rl.run_folder.origin import read_origin, write_origin
 from hybrid_rl.run_folder.resume import resume_point
@@ -72,17 +71,15 @@ def run(config: Config, folder: Path, ranks: Ranks | None = None, command: str =
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:
-        second = config.eval.against and replace(
-            config, model=replace(config.model, path=config.eval.against), resume="never"
-        )
+        models = models_of(config, folder)
         with nullcontext() if config.dry_run else console:
-            for one, place in ((config, folder), (second, folder / "against")):
-                if one and not one.dry_run:
+            for one, place in models:
+                if not one.dry_run:
                     _run_stages(one, place, console, ranks, command)
-                elif one and ranks.main:
+                elif ranks.main:
                     print_plan(one, Path(config.output_dir) / config.name, console, ranks)
-        if second and not config.dry_run:
-            ranks.from_main(lambda: _compare(config, folder, console))
+        if len(models) > 1 and not config.dry_run:
+            ranks.from_main(lambda: compare_models(config, folder, console))
     except EXPECTED as error:
         after_rank_0()  # an error of all ranks is printed once
         Console().say(f"hybrid_rl: {error}")
@@ -98,18 +95,6 @@ def run(config: Config, folder: Path, ranks: Ranks | None = None, command: str =
         console.say(f"hybrid_rl: {signal.Signals(stopped.number).name}: {stopped}")
         return 128 + stopped.number
     return 0
-
-
-def _compare(config: Config, folder: Path, console: Console) -> None:
-    """Compare the two evaluations of eval.against, on the console and in a file. Rank 0 alone."""
-    found = versus.versus(folder, folder / "against", config.eval.pass_reward)
-    write_json(folder / versus.FILE, found)
-    console.heading(f"{config.model.path} minus {config.eval.against}, task by task, with 95% intervals")
-    if found["left_out"]:
-        console.say(f"note:    {found['left_out']} tasks are left out, which only one of them was evaluated on")
-    for line in versus.lines(found):
-        console.say(f"  {line}")
-    console.say(f"written: {folder / versus.FILE}")
 
 
 def make_console(config: Config, ranks: Ranks) -> Console:

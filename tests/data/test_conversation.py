@@ -106,8 +106,14 @@ def test_an_answer_that_ended_with_another_token_is_closed_first():
     ("form", "notes"),
     [
         ("chatml", []),
-        ("thoughts", ["the chat template drops the thoughts of earlier answers; the conversation keeps what was sampled"]),
-        ("headers", ["the chat template drops the blanks around earlier answers; the conversation keeps what was sampled"]),
+        (
+            "thoughts",
+            ["the chat template drops the thoughts of earlier answers; the conversation keeps what was sampled"],
+        ),
+        (
+            "headers",
+            ["the chat template drops the blanks around earlier answers; the conversation keeps what was sampled"],
+        ),
     ],
 )
 def test_a_template_that_rewrites_earlier_answers_is_told_at_the_start(form, notes):
@@ -118,6 +124,8 @@ def test_a_role_that_the_template_refuses_or_leaves_out_is_an_error():
     with pytest.raises(DataError, match="does not take a reply of the environment: roles must alternate"):
         list(history_notes(TASK, "tool", tokenizer_of("alternating")))
     tokenizer = tokenizer_of("chatml")
-    tokenizer.chat_template = tokenizer.chat_template.replace("for m in messages", "for m in messages if m.role != 'tool'")
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "for m in messages", "for m in messages if m.role != 'tool'"
+    )
     with pytest.raises(DataError, match="leaves out what the environment replies as tool"):
         list(history_notes(TASK, "tool", tokenizer))
