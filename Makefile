@@ -16,9 +16,9 @@ SGLANG_CPU = PYTHONPATH='$(CURDIR)/tests/sglang_cpu' SGLANG_USE_CPU_ENGINE=1 TOR
 reverse: $(VENV)/installed  ## Train the embedded model to reverse sentences: about a minute without a GPU.
 	$(RUN) -m hybrid_rl.run +recipe=reverse $(ARGS)
 
-# Two test processes; modules that start several ranks share one of them (tests/conftest.py).
+# Three test processes on two cores, since many tests wait; modules that start several ranks share one of them (tests/conftest.py).
 WITH_OLD = OLD_TRANSFORMERS='$(CURDIR)/$(OLD_VENV)/bin/python'
-PYTEST = OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadgroup
+PYTEST = OMP_NUM_THREADS=1 $(RUN) -m pytest -n 3 --dist loadgroup
 
 test: $(VENV)/installed  ## The tests that take seconds each.
 	$(PYTEST) -m "not slow" $(ARGS)

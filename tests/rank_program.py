@@ -55,11 +55,11 @@ def works(config, ranks) -> int:
     scorer = Scorer(config.reward, 1, 10)
     scorer.check()
     subprocess.Popen(["sleep", "100"])
-    ranks.all_gather(None)
-    if ranks.main:
-        print("at work", flush=True)
     try:
         with hangs.phase("rollout"):
+            ranks.all_gather(None)  # all are in this phase
+            if ranks.main:
+                print("at work", flush=True)
             while not (number := ranks.largest(signals.asked())):
                 ranks.all_gather(ranks.rank)
                 time.sleep(0.01)
@@ -114,6 +114,16 @@ def hangs_forever() -> None:
     time.sleep(1000)
 
 
+def ends_when_seen() -> None:
+    """End this process once the test has listed what it started."""
+    for _ in range(600):
+        if Path("seen").exists():
+            break
+        hangs.progress()
+        time.sleep(0.05)
+    os._exit(0)
+
+
 def second_hangs(config, ranks) -> int:
     begins(config, ranks)
     with hangs.phase("rollout"):
@@ -135,13 +145,13 @@ def first_hangs_after_the_second_has_ended(config, ranks) -> int:
     """In what comes after the last phase, where nobody waits for anybody."""
     with hangs.phase("rollout"):
         begins(config, ranks)
-    hangs_forever() if ranks.main else os._exit(0)
+    hangs_forever() if ranks.main else ends_when_seen()
 
 
 def first_waits_for_the_second_that_has_ended(config, ranks) -> int:
     begins(config, ranks)
     with hangs.phase("update"), hangs.waiting():
-        hangs_forever() if ranks.main else os._exit(0)
+        hangs_forever() if ranks.main else ends_when_seen()
 
 
 def second_is_slow(config, ranks) -> int:

@@ -106,12 +106,13 @@ class Lines(Metrics):
 
     def __init__(self, path: Path, use: Use, times: array):
         super().__init__(path)
-        self.use, self.times = use, times
+        self.use, self.times, self.flush = use, times, lambda: None
 
     def write(self, stage: str, **values: Any) -> None:
         super().write(stage, **values)
         self.times.append(time.process_time())  # of this process's own work: who shares the machine does not count
         if len(self.times) % 50 == 0:
+            self.flush()  # the file that is being written is open
             self.use.take()
 
 
@@ -138,6 +139,7 @@ def test_two_thousand_steps(tmp_path: Path, record_property: Callable[[str, obje
         )
         sets = TaskSets([], tasks[2:], tasks[:2])
         s = make_session(config, tmp_path, policy, engine, sets, scorer, metrics=lines, quiet=True)
+        lines.flush = s.rollouts.flush
         train_rl(s)
         s.metrics.close()
     finally:
