@@ -134,7 +134,11 @@ class Rollout:
         if any(count < 0 for _, count in versions):
             raise ValueError(f"task {self.task_id}: version segments {versions} have a negative count")
         self._extend(token_ids, found, True)
-        self.versions.extend((int(version), int(count)) for version, count in versions if count)
+        for version, count in versions:
+            if count and self.versions and self.versions[-1][0] == version:
+                self.versions[-1] = (self.versions[-1][0], self.versions[-1][1] + int(count))
+            elif count:
+                self.versions.append((int(version), int(count)))
 
     def add_observed(self, token_ids: Sequence[int]) -> None:
         """Append tokens that the policy did not sample (a tool's result, a user turn); the loss ignores them."""

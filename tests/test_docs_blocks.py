@@ -83,6 +83,7 @@ TEXTS = {
     ("docs/own_task.md", "evaluation reward: base"): "output, which tests/test_docs.py reads",
     ("recipes/reverse_opd/README.md", "model:   embedded"): "output of the whole recipe",
     ("recipes/arithmetic/README.md", "system     Add."): "a prompt",
+    ("recipes/alphabet_sort/README.md", "user       dw"): "a conversation",
     ("recipes/guess_number/README.md", "user       Guess"): "a conversation",
     ("recipes/countdown/README.md", "system     Use"): "a prompt",
     ("recipes/format/README.md", "system     Order"): "a prompt",

@@ -5,9 +5,10 @@ from __future__ import annotations
 import string
 from random import Random
 
+from hybrid_rl.recipes.sorting import in_place
+
 from hybrid_rl.data import TaskSets
 from hybrid_rl.environments import Done, Reply
-from hybrid_rl.recipes.sorting import in_place
 from hybrid_rl.types import Task
 
 SIZES = {"sft": 8000, "rl": 4000, "eval": 256}
