@@ -264,6 +264,7 @@ print("codes", main(SMALL), main([*SMALL, "seed=1"]), main([*SMALL, "seed=-1"]))
 """
 
 
+@pytest.mark.slow
 def test_a_script_calls_main_twice_and_needs_no_main_guard(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     result = subprocess.run(
@@ -274,6 +275,7 @@ def test_a_script_calls_main_twice_and_needs_no_main_guard(tmp_path):
     assert len(list((tmp_path / "outputs" / "reverse").iterdir())) == 2
 
 
+@pytest.mark.slow
 def test_data_seed_varies_the_order_of_tasks_alone(tmp_path):
     """The same model and the same random numbers of sampling; other tasks."""
     for name, seeds in {"one": [], "two": ["data_seed=1"]}.items():

@@ -19,6 +19,8 @@ from safetensors.torch import load_file
 from tests.faults.runs import left_of
 from tests.test_run import ENVIRONMENT, SMALL, copied, metrics, rollouts, run, run_folder, start
 
+pytestmark = pytest.mark.slow  # each starts several ranks, or whole runs
+
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory) -> tuple[Path, str]:

@@ -103,6 +103,7 @@ def trained(
     return result | {"restarts": s.handover.restarts}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "dies"),
     [

@@ -17,6 +17,8 @@ from hybrid_rl.preflight.settings import load
 from hybrid_rl.processes.launch import attend
 from tests.test_run import run
 
+pytestmark = pytest.mark.slow  # each starts several ranks, or whole runs
+
 EVALUATES = ["sft.steps=0", "rl.steps=0", "eval.max_tasks=2", "rollout.max_tokens=8", "-m"]
 
 

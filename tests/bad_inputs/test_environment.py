@@ -80,6 +80,7 @@ def test_a_port_that_is_taken(tmp_path):
     assert "Traceback" not in output
 
 
+@pytest.mark.slow
 def test_variables_of_other_libraries_do_no_harm(tmp_path):
     code, output = command(
         tmp_path, "dry_run=true", "device=auto", OMP_NUM_THREADS="abc", CUDA_VISIBLE_DEVICES="nonsense"
@@ -116,6 +117,7 @@ runpy.run_module("hybrid_rl.run", run_name="__main__", alter_sys=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [100, 20_000, 300_000], ids=["configuration", "base model", "checkpoint"])
 def test_a_disk_that_is_full(tmp_path, size):
     """Files that may not grow beyond a size behave as on a full disk: the write fails."""

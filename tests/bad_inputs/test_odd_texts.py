@@ -161,6 +161,7 @@ def same(completion, task):
     return float(completion == f"{task.answer}\ufffd")
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_rows(tmp_path, held_out):
     """In seconds, and in the memory of the tasks themselves."""
     file = tmp_path / "train.jsonl"

@@ -26,6 +26,7 @@ def _work(power: float):
     return make
 
 
+@pytest.mark.slow
 def test_what_grows_too_fast_fails_and_is_named(tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(growth, "SIZES", growth.SIZES | {"rollouts": (128, 256, 512)})
     floors = {"rollouts": (math.inf, 1.0)}

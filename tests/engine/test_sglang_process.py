@@ -85,6 +85,7 @@ def seeds_of(ranks: Ranks, folder: Path, width: int, run_seed: int = 0, **argume
     return list(seen)
 
 
+@pytest.mark.slow
 def test_every_engine_and_every_restart_has_a_seed_of_its_own(tiny_folder: Path) -> None:
     """Within numpy's range; the processes of a team have one, that of the rank that starts them."""
     runs = [on_ranks(2, seeds_of, tiny_folder, 1, seed) for seed in (0, 1)]

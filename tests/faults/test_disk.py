@@ -14,6 +14,8 @@ from hybrid_rl.run_folder.files import write_json
 from tests.faults.moments import Moment
 from tests.faults.runs import assert_same, copied, folder_of, metrics, run
 
+pytestmark = pytest.mark.slow  # each starts several ranks, or whole runs
+
 
 def no_more_than(size: int) -> None:
     """Files of this process may not grow beyond `size` bytes: what a full disk does, to one process."""

@@ -9,6 +9,8 @@ import pytest
 from tests.faults.moments import Moment
 from tests.faults.runs import Run, assert_same, finished, folder_of, left_of, run
 
+pytestmark = pytest.mark.slow  # each starts several ranks, or whole runs
+
 TERM, INT = signal.SIGTERM, signal.SIGINT
 HEARD = "the run stops after this step and saves it, within 600 s; a second signal ends it at once"
 GOES_ON = "goes on from there"

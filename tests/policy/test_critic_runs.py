@@ -44,6 +44,8 @@ from tests.ranks import on_ranks
 from tests.sessions import make_session
 from tests.updates import rows_of, update
 
+pytestmark = pytest.mark.slow  # each starts several ranks, or whole runs
+
 ROWS = rows_of(row_tokens=60)
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------

@@ -218,6 +218,7 @@ def test_logprobs_and_gradients_are_those_of_plain_transformers(any_folder: Path
         assert_same_gradient(gradient, expected_gradient)
 
 
+@pytest.mark.slow
 @pytest.mark.gpu
 @given(rollouts=batches().filter(lambda rollouts: any(r.sampled for r in rollouts)))
 @settings(max_examples=25)

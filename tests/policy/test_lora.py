@@ -37,6 +37,8 @@ from tests.ranks import on_ranks
 from tests.test_run import kill_when, metrics, run, run_folder, same, start
 from tests.updates import update
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 LORA = LoraConfig(rank=3, alpha=6)
 SCALE = 6 / 3

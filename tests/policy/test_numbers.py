@@ -355,6 +355,7 @@ def learns_on(ranks: Ranks, folder: Path, out: Path, algo: dict[str, Any], setti
     return numbers["skipped"], still, str(faults[0]), sound["skipped"], broken, broken_weight(policy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["advantage", "loss", "gradient"])
 @pytest.mark.parametrize("shard", [0, 1, 2])
 def test_ranks_skip_together(tiny_folder, tmp_path, capsys, case, shard):

@@ -37,6 +37,8 @@ from tests.ranks import on_ranks
 from tests.test_rl import session
 from tests.updates import rows_of, update
 
+pytestmark = pytest.mark.slow  # each starts several ranks, or whole runs
+
 CPU = torch.device("cpu")
 LORA = LoraConfig(rank=3, alpha=6)
 

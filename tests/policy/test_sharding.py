@@ -30,6 +30,8 @@ from tests.device import DEVICE, in_float32
 from tests.ranks import on_ranks
 from tests.updates import rows_of, update
 
+pytestmark = pytest.mark.slow  # each starts several ranks, or whole runs
+
 
 def rollouts(groups: int = 3, size: int = 4, seed: int = 0) -> list[Rollout]:
     """Groups with prompts and completions of various lengths, recorded far enough off that some ratios clip."""

@@ -29,6 +29,7 @@ def configured(*overrides: str):
     return OmegaConf.to_object(load([*SMALL, "rollout.max_prompt_tokens=200", *overrides]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more", [[], ["algo.reference=frozen", "algo.kl.coef=0.01"], ["rl.keep_checkpoints=1", "rl.steps=3"]]
 )

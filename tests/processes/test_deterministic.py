@@ -8,6 +8,8 @@ import pytest
 
 from tests.test_run import run, same
 
+pytestmark = pytest.mark.slow  # each starts several ranks, or whole runs
+
 FEW = ["sft.steps=6", "rl.steps=3", "rl.eval_every=0", "deterministic=true", "reward._target_=tests.rewards.by_hash"]
 
 

@@ -13,6 +13,8 @@ from hybrid_rl.processes import hangs
 from hybrid_rl.processes.hangs import START, Note, hanging, main_thread
 from tests.test_run import run, run_folder
 
+pytestmark = pytest.mark.slow  # each starts several ranks, or whole runs
+
 
 def note(rank: int, at: float, waits: bool = False, phase: str = "update") -> Note:
     return Note(rank, phase, at, waits)

@@ -24,6 +24,8 @@ from omegaconf import OmegaConf
 from hybrid_rl.run import main
 from tests import rank_program
 
+pytestmark = pytest.mark.slow  # each starts several ranks, or whole runs
+
 ROOT = Path(__file__).parents[2]
 RUN = ["-m", "hybrid_rl.run", "+recipe=reverse", "device=cpu"]
 OWN = [sys.executable, *RUN, "ranks=2"]

@@ -63,6 +63,7 @@ def test_demonstrations_are_legal_and_know_nothing_of_halving():
     assert [len({task.answer for task in tasks}) for tasks in (sets.rl, sets.eval)] == [15, 15]
 
 
+@pytest.mark.slow
 def test_a_run_of_conversations_and_its_resume(tmp_path: Path):
     """Turns reach lines, metrics, rollouts and samples; a run that is resumed has the numbers of one that was not."""
     small = [

@@ -234,6 +234,7 @@ def test_what_counts_as_a_number():
         str(r.error).encode()  # no half of a surrogate pair goes on into files
 
 
+@pytest.mark.slow
 def test_an_async_reward_has_the_same_limits():
     found = odd("awaited", ["bool", "numpy", "nan", "hang", "whole"], workers=1, timeout=4.0)
     assert {text: (r.reward, r.fault) for text, r in found.items()} == {

@@ -28,6 +28,8 @@ from hybrid_rl.run_folder.checkpoint import CheckpointError
 from tests.device import DEVICE, ON_GPU, in_float32
 from tests.ranks import on_ranks
 
+pytestmark = pytest.mark.slow  # each starts several ranks, or whole runs
+
 # (ranks, ranks that share one copy of the parameters; 0: plain tensors). (4, 2) and (2, 1) have replicas.
 LAYOUTS = [(1, 0), (1, 1), (2, 2), (3, 3), (4, 4), (4, 2), (2, 1)]
 if ON_GPU:
