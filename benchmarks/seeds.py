@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--control", type=int, nargs="*", default=[], help="seeds of the control")
     parser.add_argument("--folder", type=Path, help="where runs are kept; finished ones are only read")
-    arguments, overrides = parser.parse_known_args()
+    overrides = [given for given in sys.argv[1:] if "=" in given and not given.startswith("-")]
+    arguments = parser.parse_args([given for given in sys.argv[1:] if given not in overrides])
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary)
         jobs = {str(seed): [f"seed={seed}"] for seed in arguments.seeds}
