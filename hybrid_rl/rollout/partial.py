@@ -17,7 +17,7 @@ from hybrid_rl.engine.base import Completion, Engine, EngineDied, Request, Sampl
 from hybrid_rl.rollout.generate import Generator
 from hybrid_rl.types import Group, Rollout
 
-PIECE = 16  # decoding steps between two meetings of several ranks: a meeting takes about as long as one step
+PIECE = 8  # decoding steps between two meetings of several ranks
 
 
 @dataclass(slots=True)
