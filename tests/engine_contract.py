@@ -217,6 +217,27 @@ class EngineContract:
         exact = reference_of(folder).logprobs([*request.prompt_ids, *known], second.token_ids[len(known) :], 1.0)
         assert second.logprobs[len(known) :] == pytest.approx(exact.tolist(), abs=self.tolerance, rel=0)
 
+    @pytest.mark.parametrize("slots", [3, 64])
+    def test_pieces_hold_what_generate_yields(self, make_engine: MakeEngine, folder_of, slots: int) -> None:
+        """Each completion once, an abort between two pieces included; a piece may be empty."""
+        engine, sampling, wanted = make_engine(folder_of("staggered"), slots=slots), Sampling(max_tokens=16), requests()
+        expected = collect(engine, wanted, sampling)
+        whole = [c for piece in engine.generate_in_pieces(wanted, sampling, 4) for c in piece]
+        assert len(whole) == len(wanted)
+        assert tokens({c.id: c for c in whole}) == tokens(expected)
+        stream, ended = engine.generate_in_pieces(wanted, sampling, 2), []
+        while not ended:
+            ended += next(stream)
+        begun = engine.abort()
+        ended += [c for piece in stream for c in piece]
+        assert sorted(c.id for c in (*ended, *begun)) == [r.id for r in wanted]
+        assert all(c.token_ids == expected[c.id].token_ids for c in ended)
+        assert {c.finish_reason for c in begun} <= {"abort"}
+        assert all(c.token_ids == expected[c.id].token_ids[: len(c.token_ids)] for c in begun)
+        assert list(engine.generate_in_pieces([], sampling, 4)) == []
+        with pytest.raises(EngineError, match="empty"):
+            engine.generate_in_pieces([Request(7, [], 0)], sampling, 4)
+
     def test_nothing_to_sample_and_nothing_to_abort(self, engine: Engine) -> None:
         assert list(engine.generate([], Sampling(max_tokens=3))) == engine.abort() == []
         assert len(collect(engine, requests(), Sampling(max_tokens=3))) == 20

@@ -156,6 +156,40 @@ def test_a_restored_collector_goes_on_with_the_groups_under_way(staggered, score
     assert without.collect(4).partial is None
 
 
+class Paymaster:
+    """Stands in for a reward model."""
+
+    def __init__(self) -> None:
+        self.paid: list[tuple[int, int]] = []
+
+    def pay(self, order) -> None:
+        self.paid += [(group.id, rollout.index) for group, rollout in order]
+        assert all(rollout.finish_reason != "abort" and rollout.reward is not None for _, rollout in order)
+
+
+def test_all_that_a_reward_needs_happens_once_for_each_rollout_that_ended(staggered, scorer):
+    """Penalties, a reward model, the greedy completion of a task, and what a curriculum learns of it."""
+    engine, paymaster = engine_of(staggered), Paymaster()
+    rollout = RolloutConfig(**ROLLOUT, oversample=1.5)
+    curriculum = {"_target_": "hybrid_rl.data.curriculum.pass_rate", "pass_reward": 0.5}
+    config = Config(rollout=rollout, data={"curriculum": curriculum})
+    config.algo.advantage = {"_target_": "hybrid_rl.algo.remax.advantages"}
+    config.algo.overlong_share = 0.5
+    generator = Generator(engine, staggered.tokenizer, scorer, reward_model=paymaster)  # type: ignore[arg-type]
+    collector, closed = Collector(generator, TASKS, config, 0), []
+    for step in range(1, 6):
+        engine.set_version(step)
+        batch = collector.collect(step)
+        closed += batch.all_groups
+        assert batch.greedy.keys() == {group.id for group in batch.all_groups}
+        for r in (r for group in batch.all_groups for r in group.rollouts):
+            assert r.reward_parts["overlong"] == pytest.approx(-max(0, r.sampled - 10) / 10)
+            assert r.reward == pytest.approx(r.outcome + r.reward_parts["overlong"])
+    trained = [(group.id, index) for group in closed for index in range(3)]
+    assert sorted(paymaster.paid) == sorted([*trained, *((group.id, 0) for group in closed)])  # and each greedy one
+    assert batch.curriculum["not_drawn"] == 40 - len({group.task.id for group in closed})
+
+
 class Dies(LocalEngine):
     """Dies for good in the fourth decoding step, as often as it is told to."""
 

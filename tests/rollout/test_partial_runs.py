@@ -9,7 +9,13 @@ import pytest
 from tests.test_run import kill_when, metrics, rollouts, run, run_folder, same, start
 
 # completions of 1 to 24 tokens, from a model that nothing has taught
-SETTINGS = ["sft.steps=0", "rollout.max_prompt_tokens=200", "rollout.oversample=1.5", "algo.minibatches=2", "rl.steps=5"]
+SETTINGS = [
+    "sft.steps=0",
+    "rollout.max_prompt_tokens=200",
+    "rollout.oversample=1.5",
+    "algo.minibatches=2",
+    "rl.steps=5",
+]
 
 
 @pytest.fixture(scope="module")
