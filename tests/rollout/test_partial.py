@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -50,10 +51,10 @@ def collector_of(policy: Policy, scorer: Scorer, engine: LocalEngine, revive=Non
     return Collector(Generator(engine, policy.tokenizer, scorer, revive=revive), TASKS, config, 0)
 
 
-def at_once(policy: Policy, rollouts: list[Rollout]) -> list[tuple[list[int], list[float]]]:
+def at_once(policy: Policy, rollouts: list[Rollout], engine: Any = None) -> list[tuple[list[int], list[float]]]:
     """What an engine that nothing interrupts samples for these prompts and seeds."""
     asked = [Request(i, r.token_ids[: r.prompt_length].tolist(), r.seed) for i, r in enumerate(rollouts)]
-    done = {c.id: c for c in engine_of(policy).generate(asked, SAMPLING)}
+    done = {c.id: c for c in (engine or engine_of(policy)).generate(asked, SAMPLING)}
     return [(done[i].token_ids, done[i].logprobs) for i in range(len(rollouts))]
 
 
