@@ -1,8 +1,8 @@
 """Measure what rollout.oversample gains if a few completions are much longer than the others.
 
-    python -m benchmarks.partial [--seeds 0 1 2] [--oversample 2] [--folder FOLDER] [key=value …]
+    python -m benchmarks.partial [--seeds 0 1 2] [--oversample 1.5] [--folder FOLDER] [key=value …]
 
-The task is that of the reverse recipe. After the answer, which alone is paid, one demonstration in 33 goes on with a
+The task is that of the reverse recipe. After the answer, which alone is paid, one demonstration in 20 goes on with a
 row of tildes, 400 on average, so the policy's completions have a long tail that no reward touches. SFT is done once a
 seed; from its weights RL runs twice, with and without oversampling, one after the other. Seconds are those of all
 phases of a step, the median over the steps but the first three, in which the groups under way are not yet complete.
@@ -25,13 +25,14 @@ from hybrid_rl.data import TaskSets
 from hybrid_rl.types import Task
 
 FIRST = 3  # steps that are not counted
-TAIL, SHARE, MEAN, MOST = "~", 0.03, 400, 1000  # of the demonstrations, and of the tildes of those that have some
+TAIL, SHARE, MEAN, MOST = "~", 0.05, 400, 800  # of the demonstrations, and of the tildes of those that have some
 SETTINGS = [
-    "data._target_=benchmarks.partial.load_tasks", "rollout.max_tokens=1024", "rollout.batch_size=128",
-    "rollout.group_size=8", "engine.slots=256", "threads=1", "eval.samples=2", "rl.checkpoint_every=1000",
+    "data._target_=benchmarks.partial.load_tasks", "rollout.max_tokens=900", "rollout.batch_size=32",
+    "rollout.group_size=4", "model.tiny.hidden_size=64", "model.tiny.intermediate_size=192", "model.tiny.heads=2",
+    "model.tiny.kv_heads=1", "threads=1", "eval.samples=2", "rl.checkpoint_every=1000",
 ]  # fmt: skip
-SFT = ["sft.steps=700", "sft.label_smoothing=0", "sft.curriculum=0", "rl.steps=0"]
-RL = ["sft.steps=0", "rl.steps=40"]
+SFT = ["sft.steps=1000", "sft.label_smoothing=0", "sft.curriculum=0", "rl.steps=0"]
+RL = ["sft.steps=0", "rl.steps=100"]
 
 
 def load_tasks(**arguments: Any) -> TaskSets:
@@ -54,7 +55,7 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
-    parser.add_argument("--oversample", type=float, default=2.0)
+    parser.add_argument("--oversample", type=float, default=1.5)
     parser.add_argument("--folder", type=Path, help="where runs are kept; finished ones are only read")
     arguments, overrides = parser.parse_known_args()
     rows: list[dict[str, Any]] = []
