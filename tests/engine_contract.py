@@ -217,6 +217,24 @@ class EngineContract:
         exact = reference_of(folder).logprobs([*request.prompt_ids, *known], second.token_ids[len(known) :], 1.0)
         assert second.logprobs[len(known) :] == pytest.approx(exact.tolist(), abs=self.tolerance, rel=0)
 
+    def test_nothing_to_sample_and_nothing_to_abort(self, engine: Engine) -> None:
+        assert list(engine.generate([], Sampling(max_tokens=3))) == engine.abort() == []
+        assert len(collect(engine, requests(), Sampling(max_tokens=3))) == 20
+
+    def test_a_consumer_that_stops_early_leaves_the_engine_usable(self, make_engine: MakeEngine, folder_of) -> None:
+        engine, sampling = make_engine(folder_of("staggered"), slots=3), Sampling(max_tokens=16)
+        expected = tokens(collect(engine, requests(), sampling))
+        for _ in engine.generate(requests(), sampling):
+            break
+        assert tokens(collect(engine, requests(), sampling)) == expected
+        stream = engine.generate(requests(), sampling)
+        next(stream)
+        engine.abort()
+        old, stream = stream, engine.generate(requests(), sampling)
+        assert list(old) == []  # and the end of the old stream does not end the new one
+        del old
+        assert sorted(c.id for c in stream) == list(range(20))
+
     @pytest.mark.parametrize("slots", [3, 64])
     def test_pieces_hold_what_generate_yields(self, make_engine: MakeEngine, folder_of, slots: int) -> None:
         """Each completion once, an abort between two pieces included; a piece may be empty."""
@@ -237,24 +255,6 @@ class EngineContract:
         assert list(engine.generate_in_pieces([], sampling, 4)) == []
         with pytest.raises(EngineError, match="empty"):
             engine.generate_in_pieces([Request(7, [], 0)], sampling, 4)
-
-    def test_nothing_to_sample_and_nothing_to_abort(self, engine: Engine) -> None:
-        assert list(engine.generate([], Sampling(max_tokens=3))) == engine.abort() == []
-        assert len(collect(engine, requests(), Sampling(max_tokens=3))) == 20
-
-    def test_a_consumer_that_stops_early_leaves_the_engine_usable(self, make_engine: MakeEngine, folder_of) -> None:
-        engine, sampling = make_engine(folder_of("staggered"), slots=3), Sampling(max_tokens=16)
-        expected = tokens(collect(engine, requests(), sampling))
-        for _ in engine.generate(requests(), sampling):
-            break
-        assert tokens(collect(engine, requests(), sampling)) == expected
-        stream = engine.generate(requests(), sampling)
-        next(stream)
-        engine.abort()
-        old, stream = stream, engine.generate(requests(), sampling)
-        assert list(old) == []  # and the end of the old stream does not end the new one
-        del old
-        assert sorted(c.id for c in stream) == list(range(20))
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 
