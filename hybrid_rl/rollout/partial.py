@@ -83,8 +83,11 @@ class Underway:
         step's. If the engine of a rank dies, its open requests begin again with what they had before.
         """
         before, closed, ranks = sum(b.tokens for b in self.groups), list[Begun](), self.generator.ranks
-        self._close_whole(closed, wanted)
-        while len(closed) < wanted and not all(b.whole for b in self.groups):
+        while True:
+            # one too many of the step before, or what ended before a death was known
+            self._close([b for b in self.groups if b not in closed], closed, wanted)
+            if len(closed) == wanted or all(b.whole for b in self.groups):
+                break
             if death := self._sample(closed, wanted, sampling, on_completion):
                 if self.generator.revive is None:
                     raise death
@@ -115,20 +118,22 @@ class Underway:
         while going:
             everyone = ranks.all_gather(next(stream, None))
             death = next((found for found in everyone if isinstance(found, EngineDied)), None)
-            for piece in everyone:
-                if isinstance(piece, list) and piece:
-                    _note(order, piece)
-                    on_completion(len(piece))
-            self._close_whole(closed, wanted)
+            ended = [c for piece in everyone if isinstance(piece, list) for c in piece]
+            if ended:
+                on_completion(len(ended))
+                self._close(_note(order, ended), closed, wanted)
             going = not death and len(closed) < wanted and any(piece is not None for piece in everyone)
         for rest in ranks.all_gather(_rest(engine, stream)):
             _note(order, rest)
         return death
 
-    def _close_whole(self, closed: list[Begun], wanted: int) -> None:
-        """Close up to `wanted` groups that have ended: their rollouts get their tokens, and are scored meanwhile."""
-        for begun in self.groups:
-            if len(closed) < wanted and begun not in closed and begun.whole:
+    def _close(self, groups: Sequence[Begun], closed: list[Begun], wanted: int) -> None:
+        """Close those of the groups that have ended, while fewer than `wanted` are closed.
+
+        Their rollouts get their tokens, and are scored while others are sampled.
+        """
+        for begun in groups:
+            if len(closed) < wanted and begun.whole:
                 closed.append(begun)
                 for rollout in filter(self._scores, begun.group.rollouts):
                     self.generator._take(begun.completions[rollout.index], begun.group, rollout)
@@ -183,11 +188,13 @@ def _rest(engine: Engine, stream: Iterator[list[Completion] | EngineDied]) -> li
     return aborted + [c for piece in stream if isinstance(piece, list) for c in piece]
 
 
-def _note(order: Sequence[tuple[Begun, Rollout]], completions: Sequence[Completion]) -> None:
+def _note(order: Sequence[tuple[Begun, Rollout]], completions: Sequence[Completion]) -> list[Begun]:
+    """Keep completions, whole or partial, with their groups; return these, in the order of their ids."""
     for completion in completions:
         begun, rollout = order[completion.id]
         if completion.token_ids:
             begun.completions[rollout.index] = completion
+    return sorted({order[c.id][0] for c in completions}, key=lambda begun: begun.group.id)
 
 
 def _packed(c: Completion) -> dict[str, Any]:
