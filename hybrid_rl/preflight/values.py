@@ -101,6 +101,12 @@ def value_problems(c: DictConfig) -> Iterator[tuple[str, str]]:
             "forgets which weights sampled the older tokens of rollout.oversample; use behaviour, or add "
             "algo/correction=tis",
         )
+    if r.oversample > 1 and c.environment:
+        yield (
+            "rollout.oversample",
+            "keeps answers from one step to the next, and environment._target_ makes conversations, which it cannot keep; "
+            "use rollout.oversample=1",
+        )
     if t.heads % t.kv_heads:
         yield "model.tiny.kv_heads", f"must divide model.tiny.heads={t.heads}"
     if t.head_dim % 2:

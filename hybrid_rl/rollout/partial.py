@@ -136,7 +136,7 @@ class Underway:
             if len(closed) < wanted and begun.whole:
                 closed.append(begun)
                 for rollout in filter(self._scores, begun.group.rollouts):
-                    self.generator._take(begun.completions[rollout.index], begun.group, rollout)
+                    self.generator._take(begun.completions[rollout.index], begun.group, rollout, None)
 
     def _scores(self, rollout: Rollout) -> bool:
         """Return whether this rank scores the rollout; neighbours are scored by different ranks."""

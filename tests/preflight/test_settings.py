@@ -49,6 +49,7 @@ BAD = [
     ([REVERSE, "rollout.top_p=1.5"], "must be between 1e-06 and 1"),
     ([REVERSE, "rollout.oversample=0.5"], "rollout.oversample=0.5 (command line): must be a number of at least 1"),
     ([REVERSE, "rollout.oversample=inf"], "rollout.oversample=inf (command line): must be a number of at least 1"),
+    (["+recipe=guess_number", "rollout.oversample=1.5"], "rollout.oversample=1.5 (command line): keeps answers from one step to the next, and environment._target_ makes conversations"),
     ([REVERSE, "rollout.max_staleness=-1"], "rollout.max_staleness=-1 (command line): must be at least 0"),
     ([REVERSE, "rollout.oversample=1.5", "algo.old_logprobs=recomputed"], "algo.old_logprobs=recomputed (command line): forgets which weights sampled the older tokens of rollout.oversample; use behaviour, or add algo/correction=tis"),
     ([REVERSE, "rollout.oversample=1.5", "algo/loss=reinforce"], "has no ratio, so it would take the tokens that rollout.oversample keeps from older weights for the policy's own"),
