@@ -280,6 +280,11 @@ class RolloutConfig:
     max_turns: int = bounded(8, least=1)
     max_prompt_tokens: int = bounded(512, least=1)  # a longer prompt ends the run before the model loads
     max_replacements: int = bounded(4, least=0)  # rounds of replacing groups without a signal by new ones
+    # groups under way in a step, as a multiple of those that it trains on: sampling stops when enough have ended, and
+    # the others go on in the next step under its weights, see docs/concepts.md; 1: a step ends all that it begins
+    oversample: float = bounded(1.0, least=1)
+    # versions that the oldest token of a group under way may be behind; beyond, the group is discarded and counted
+    max_staleness: int = bounded(8, least=0)
     reward_workers: int = bounded(1, least=1)  # processes that compute rewards while the engine generates
     reward_timeout: float = bounded(10.0, above=0)  # seconds for one reward
     reward_start_timeout: float = bounded(60.0, above=0)  # seconds for a worker to load the reward function

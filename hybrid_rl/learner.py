@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +20,7 @@ from hybrid_rl.algo.batch import RECOMPUTED, REFERENCE, TEACHER, VALUE, Given, S
 from hybrid_rl.algo.declared import needs
 from hybrid_rl.algo.mismatch import mismatch_kl
 from hybrid_rl.algo.parts import Parts, split
-from hybrid_rl.algo.ratio import quantiles
+from hybrid_rl.algo.ratio import quantiles, ratio
 from hybrid_rl.config import Config, KlPlace, OldLogprobs
 from hybrid_rl.policy.critic import explained_variance
 from hybrid_rl.policy.layout import sampled_tokens
@@ -30,6 +31,7 @@ from hybrid_rl.policy.roles import Roles, make_critic, make_reference, make_teac
 from hybrid_rl.policy.rows import Update, as_on_main
 from hybrid_rl.policy.update import Objective, mean_numbers, observe, update
 from hybrid_rl.rollout.collector import Batch
+from hybrid_rl.rollout.partial import lags, means_by_lag
 from hybrid_rl.run_folder.bad_batch import BadBatch, BadBatches
 from hybrid_rl.run_folder.reference import restore_reference, save_reference
 from hybrid_rl.session import Session
@@ -37,6 +39,7 @@ from hybrid_rl.types import Rollout
 
 MEASURED = ("loss", "entropy", "mismatch_kl", "clip_fraction", "grad_norm")  # by an update: None in a step without one
 Numbers = dict[str, Any]  # an RL step's metrics: a float, or None if it was not measured; and why nothing was trained
+Seen = tuple[list[int], Tensor]  # places of rollouts in the batch, and the log-ratios [M] of their tokens in an update
 Advantages = dict[tuple[int, int], float]  # of (group id, index): the mean over the rollout's tokens
 
 
@@ -143,9 +146,11 @@ class Learner:
         if not batch.trained:
             numbers["nothing_trained"] = _why_nothing(numbers, scored, inputs)
         if log_ratios:
-            numbers |= {f"ratio_{name}": value for name, value in quantiles(torch.cat(log_ratios)).items()}
+            numbers |= {f"ratio_{name}": value for name, value in quantiles(_cat(log_ratios)).items()}
         if self.algo.old_logprobs == OldLogprobs.recomputed:
             numbers["mismatch_kl"] = float(mismatch_kl(scored.old_logprobs, scored.behaviour_logprobs).mean())
+        if batch.partial and log_ratios:
+            numbers |= _by_lag(batch, scored, log_ratios, corrections if self.parts.corrections else None)
         if target := self.algo.kl.target:
             numbers["kl_coef"] = self.kl_coef
             if log_ratios:
@@ -187,9 +192,9 @@ class Learner:
             scored.penalties = -self.kl_coef * self.parts.kl(scored.old_logprobs, scored.ref_logprobs)
         return scored
 
-    def _take_updates(self, inputs: StepInputs) -> tuple[list[dict[str, float]], list[Tensor]]:
+    def _take_updates(self, inputs: StepInputs) -> tuple[list[dict[str, float]], list[Seen]]:
         """Take every update of the step, and add its rollouts to `batch.trained`. Return numbers and log-ratios."""
-        results, log_ratios, seen, max_tokens = [], [], inputs.seen(), self.config.rollout.max_tokens
+        results, log_ratios, seen, max_tokens = [], list[Seen](), inputs.seen(), self.config.rollout.max_tokens
         for epoch in range(self.algo.epochs):
             for position, minibatch in enumerate(inputs.minibatches):
                 members, own, chosen = self.parts.minibatch(inputs.given, inputs.kept, minibatch, max_tokens)
@@ -199,7 +204,7 @@ class Learner:
                 result, done = self._take_update(inputs, members, own, chosen)
                 results.append(result)
                 if done and done.log_ratios is not None:
-                    log_ratios.append(done.log_ratios)
+                    log_ratios.append((members, done.log_ratios))
                     _note_tokens(inputs.batch, members, log_ratios=done.log_ratios, entropies=done.entropies)
                 if not result["skipped"] and (self.critic or result["grad_norm"]):
                     rollouts = (inputs.batch.rollouts[i] for i in members if i in seen)
@@ -273,6 +278,32 @@ def _note_tokens(batch: Batch, members: Sequence[int], **columns: Tensor | None)
         if column is not None:
             for r, own in zip(rollouts, column.cpu().split([r.sampled for r in rollouts]), strict=True):
                 batch.tokens.setdefault((r.group_id, r.index), {})[name] = own.numpy()
+
+
+def _cat(seen: Sequence[Seen]) -> Tensor:
+    """Return the log-ratios of all tokens of all updates."""
+    return torch.cat([log_ratios for _, log_ratios in seen])
+
+
+def _by_lag(batch: Batch, scored: Scored, seen: Sequence[Seen], corrections: Tensor | None) -> Numbers:
+    """Return means by the number of versions that tokens are behind: of the loss's ratio, and of a correction's weight.
+
+    Also the mismatch of trainer and engine, of tokens that are not behind: for others the policy's learning adds to it.
+    """
+    assert batch.partial
+    of = [lags(r, batch.partial.version) for r in batch.rollouts]
+    ratios = ratio(log_ratios := _cat(seen), torch.zeros_like(log_ratios))
+    trained = np.concatenate([of[i] for members, _ in seen for i in members])
+    numbers: Numbers = {"ratio_by_lag": means_by_lag(trained, ratios.cpu().numpy())}
+    everything = np.concatenate(of)
+    if corrections is not None:
+        numbers["correction_by_lag"] = means_by_lag(everything, corrections.cpu().numpy())
+    train, behaviour, behind = scored.old_logprobs, scored.behaviour_logprobs, everything
+    if train is behaviour:  # what the trainer computed is known from the first update
+        members, train = seen[0]
+        behaviour, behind = torch.zeros_like(train), np.concatenate([of[i] for i in members])
+    fresh = torch.from_numpy(behind == 0).to(train.device)
+    return numbers | {"mismatch_kl": float(mismatch_kl(train, behaviour)[fresh].mean()) if fresh.any() else None}
 
 
 def _why_nothing(numbers: Numbers, scored: Scored, inputs: StepInputs) -> str:

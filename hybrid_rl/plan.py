@@ -34,6 +34,7 @@ from hybrid_rl.preflight.budget import (
 )
 from hybrid_rl.processes.ranks import Ranks
 from hybrid_rl.report.console import Console
+from hybrid_rl.rollout.collector import extra_groups
 from hybrid_rl.rollout.rewards import Scorer
 from hybrid_rl.run_folder.clock import FILE, read_clock
 from hybrid_rl.run_folder.resume import changed_settings
@@ -97,9 +98,11 @@ def print_plan(config: Config, folder: Path, console: Console, ranks: Ranks) -> 
         console.say(_batch_line("typical", config, prompt, min(statistics.fmean(answers), r.max_tokens)))
     console.say(_batch_line("at most", config, max(prompts), r.max_tokens))
     steps = config.algo.minibatches * config.algo.epochs
+    extra = extra_groups(r.oversample, r.batch_size // r.group_size)
+    beside = f", {extra} more tasks under way (rollout.oversample)" if extra else ""
     updates = f"{steps} AdamW step{'s' * (steps > 1)} each"
     console.say(
-        f"RL         {config.rl.steps} steps, {updates}, lr {config.rl.optimizer.lr:g}, temperature {r.temperature:g}"
+        f"RL         {config.rl.steps} steps, {updates}, lr {config.rl.optimizer.lr:g}, temperature {r.temperature:g}{beside}"
     )
     if sizes.beside:
         console.say(

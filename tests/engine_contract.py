@@ -235,6 +235,27 @@ class EngineContract:
         del old
         assert sorted(c.id for c in stream) == list(range(20))
 
+    @pytest.mark.parametrize("slots", [3, 64])
+    def test_pieces_hold_what_generate_yields(self, make_engine: MakeEngine, folder_of, slots: int) -> None:
+        """Each completion once, an abort between two pieces included; a piece may be empty."""
+        engine, sampling, wanted = make_engine(folder_of("staggered"), slots=slots), Sampling(max_tokens=16), requests()
+        expected = collect(engine, wanted, sampling)
+        whole = [c for piece in engine.generate_in_pieces(wanted, sampling, 4) for c in piece]
+        assert len(whole) == len(wanted)
+        assert tokens({c.id: c for c in whole}) == tokens(expected)
+        stream, ended = engine.generate_in_pieces(wanted, sampling, 2), []
+        while not ended:
+            ended += next(stream)
+        begun = engine.abort()
+        ended += [c for piece in stream for c in piece]
+        assert sorted(c.id for c in (*ended, *begun)) == [r.id for r in wanted]
+        assert all(c.token_ids == expected[c.id].token_ids for c in ended)
+        assert {c.finish_reason for c in begun} <= {"abort"}
+        assert all(c.token_ids == expected[c.id].token_ids[: len(c.token_ids)] for c in begun)
+        assert list(engine.generate_in_pieces([], sampling, 4)) == []
+        with pytest.raises(EngineError, match="empty"):
+            engine.generate_in_pieces([Request(7, [], 0)], sampling, 4)
+
     # ---- memory ------------------------------------------------------------------------------------------------------
 
     def test_sleep_gives_memory_back_and_wake_goes_on(self, engine: Engine) -> None:

@@ -1,8 +1,20 @@
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from hybrid_rl.algo.batch import Tokens
 from hybrid_rl.algo.ratio import floored
+
+
+def refuses(own: dict[str, Any], run: Any) -> Iterator[tuple[str, str]]:
+    if run.rollout.oversample > 1 and not run.algo.correction:
+        yield (
+            "",
+            "has no ratio, so it would take the tokens that rollout.oversample keeps from older weights for the "
+            "policy's own; use algo/loss=ppo_clip, or add algo/correction=tis algo.old_logprobs=recomputed",
+        )
 
 
 def loss(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:

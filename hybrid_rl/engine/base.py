@@ -112,6 +112,15 @@ class Engine(Protocol):
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
         """Yield completions as they finish. Raises EngineError for a request that cannot fit, or while asleep."""
 
+    def generate_in_pieces(
+        self, requests: Sequence[Request], sampling: Sampling, tokens: int
+    ) -> Iterator[list[Completion]]:
+        """Yield what has ended since the item before, perhaps nothing, so that ranks can meet while they sample.
+
+        An engine that samples in this process yields after every `tokens` decoding steps, so that an item depends on
+        requests and weights alone; one in another process yields at times. What an abort overtook is the last item.
+        """
+
     def abort(self) -> list[Completion]:
         """Stop sampling. Return the partial completions of all unfinished requests, with finish reason "abort"."""
 

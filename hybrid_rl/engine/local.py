@@ -107,6 +107,12 @@ class LocalEngine:
     # ---- sampling -------------------------------------------------------------------------------------------------
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
+        pieces = self.generate_in_pieces(requests, sampling, 1)
+        return (completion for piece in pieces for completion in piece)
+
+    def generate_in_pieces(
+        self, requests: Sequence[Request], sampling: Sampling, tokens: int
+    ) -> Iterator[list[Completion]]:
         if self._broken or self._asleep:
             raise EngineError(self._broken or f"generate() while {sorted(self._asleep)} sleep; wake() them first")
         if self._rows.requests or self._waiting:
@@ -116,16 +122,17 @@ class LocalEngine:
         self._reset(sampling.max_tokens)
         self._waiting.extend(requests)
         self._users.update(_prefix_of(request) for request in requests)
-        return self._drain(sampling, self._rows)
+        return self._drain(sampling, self._rows, tokens)
 
-    def _drain(self, sampling: Sampling, rows: _Rows) -> Iterator[Completion]:
+    def _drain(self, sampling: Sampling, rows: _Rows, tokens: int) -> Iterator[list[Completion]]:
         try:
             while self._rows is rows and (rows.requests or self._waiting):
-                start = time.perf_counter()
-                finished = self._advance(sampling)
+                start, finished = time.perf_counter(), list[Completion]()
+                for _ in range(tokens):
+                    finished += self._advance(sampling)
                 self.stats.seconds += time.perf_counter() - start
                 hangs.progress()
-                yield from finished
+                yield finished
         finally:  # also when the consumer stops early
             if self._rows is rows:  # a generator that is dropped late must not end the one that followed it
                 self._reset()

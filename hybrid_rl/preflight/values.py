@@ -85,6 +85,28 @@ def value_problems(c: DictConfig) -> Iterator[tuple[str, str]]:
             f"with rollout.max_prompt_tokens={r.max_prompt_tokens} a sample is longer than a row of "
             f"policy.row_tokens={c.policy.row_tokens}; {fix}",
         )
+    if (
+        r.oversample > 1
+        and c.deterministic
+        and (c.engine.kind == EngineKind.sglang or (c.engine.kind == EngineKind.auto and not unusable()))
+    ):
+        yield (
+            "rollout.oversample",
+            "lets SGLang's own clock decide which groups end, and deterministic=true wants a run that repeats itself; "
+            "use engine=local, or rollout.oversample=1",
+        )
+    if r.oversample > 1 and c.algo.old_logprobs == OldLogprobs.recomputed and not c.algo.correction:
+        yield (
+            "algo.old_logprobs",
+            "forgets which weights sampled the older tokens of rollout.oversample; use behaviour, or add "
+            "algo/correction=tis",
+        )
+    if r.oversample > 1 and c.environment:
+        yield (
+            "rollout.oversample",
+            "keeps answers from one step to the next, and environment._target_ makes conversations, which it cannot keep; "
+            "use rollout.oversample=1",
+        )
     if t.heads % t.kv_heads:
         yield "model.tiny.kv_heads", f"must divide model.tiny.heads={t.heads}"
     if t.head_dim % 2:

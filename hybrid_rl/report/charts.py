@@ -94,6 +94,7 @@ def health_charts(rl: Sequence[Record]) -> list[Chart]:
         _line("KL coefficient", "weight of the reference KL", rl, "kl_coef", FROM_ZERO),
         _lines("Clip fraction", "share of tokens", _steps(rl), _fixed(rl, CLIPPED), PERCENT),
         _ratios("Probability ratio", "new to old", rl, "ratio"),
+        _named("Age of tokens", "share, by versions behind", rl, "lag"),
         _ratios("Mismatch ratio", "trainer to engine, before correction", rl, "correction"),
         _line("Dropped", "share of tokens, by a correction", rl, "dropped", PERCENT),
         _line("Advantage", "standard deviation", rl, "advantage_std", FROM_ZERO),

@@ -100,6 +100,10 @@ def step_line(m: dict[str, Any], steps: int) -> str:
         ("grad", "grad_norm", ".2f"),
     )
     measured = "".join(f"{name} {m[key]:{form}}  " for name, key, form in updates if m.get(key) is not None)
+    if "lag" in m:
+        measured = (
+            f"lag {m['lag_mean']:.2f} (most {max(map(int, m['lag']))})  continued {m['continued_rollouts']}  {measured}"
+        )
     phases = " ".join(f"{name} {value:.2f}" for name, value in seconds.items() if value >= 0.005)
     line = (
         f"step {m['step']:>{len(str(steps))}}/{steps}  reward {m['reward']:.3f}±{m['reward_std']:.2f}  "
@@ -157,6 +161,7 @@ COUNTERS = {
     "silent_groups": "silent groups replaced",
     "missing_groups": "groups missing",
     "reward_errors": "rewards failed",
+    "discarded_rollouts": "rollouts discarded as too old",
     "skipped": "update skipped (non-finite number)",
     "engine_restarts": "× engine restarted",
 }

@@ -15,6 +15,7 @@ from hybrid_rl.processes.ranks import Ranks
 from hybrid_rl.report.phases import Phases
 from hybrid_rl.rollout.collector import Batch
 from hybrid_rl.rollout.generate import fault_metrics
+from hybrid_rl.rollout.partial import lags, shares_by_lag
 from hybrid_rl.types import Group, Rollout
 
 
@@ -55,6 +56,21 @@ def rollout_metrics(batch: Batch) -> dict[str, Any]:
         "replacement_rounds": batch.replacement_rounds,
         "reward_errors": batch.reward_errors,
         **fault_metrics(batch.reward_faults),
+        **_partial_metrics(batch, rollouts),
+    }
+
+
+def _partial_metrics(batch: Batch, rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """Return what rollout.oversample did in the step: the share of tokens by versions behind, and counts."""
+    if not (partial := batch.partial):
+        return {}
+    found = np.concatenate([lags(r, partial.version) for r in rollouts])
+    return {
+        "lag": shares_by_lag(found),
+        "lag_mean": float(found.mean()),
+        "continued_rollouts": partial.continued,
+        "discarded_rollouts": partial.discarded,
+        "groups_left": partial.left,
     }
 
 
@@ -76,7 +92,8 @@ def phase_metrics(phases: Phases, batch: Batch, ranks: Ranks) -> dict[str, Any]:
 
     On a GPU also what torch holds, free blocks included, and what all processes hold together; None on the CPU.
     """
-    sampled = sum(r.sampled for group in batch.all_groups for r in group.rollouts)
+    ended = sum(r.sampled for group in batch.all_groups for r in group.rollouts)
+    sampled = batch.partial.tokens if batch.partial else ended
     everyone = ranks.all_gather(phases)
     slowest = max(p.total for p in everyone)
     return {

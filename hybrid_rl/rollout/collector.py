@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ from hybrid_rl.config import Config, data_config
 from hybrid_rl.data.draws import make_draws
 from hybrid_rl.engine.base import Sampling
 from hybrid_rl.rollout.generate import Generator, fault_metrics, first_faults, reward_faults
+from hybrid_rl.rollout.partial import Begun, Partial, Underway
 from hybrid_rl.rollout.rewards import RewardError
 from hybrid_rl.types import Group, Rollout, Task
 
@@ -35,6 +37,7 @@ class Batch:
     # (group id, index) → numbers of the sampled tokens that rollout files keep, by column: see Learner
     tokens: dict[tuple[int, int], dict[str, np.ndarray]] = field(default_factory=dict)
     greedy: dict[int, float] = field(default_factory=dict)  # group id → reward of the most likely completion, if asked
+    partial: Partial | None = None  # with rollout.oversample above 1
 
     @property
     def rollouts(self) -> list[Rollout]:
@@ -50,7 +53,8 @@ class Collector:
 
     `algo.silent_by` says by which number a group is silent. Replacements are sampled in rounds, each after all rewards
     of the round before: which tasks a step uses, and what shares the engine's batch, then does not depend on timing,
-    and a run can be repeated bit for bit. Every rank draws and decides alike.
+    and a run can be repeated bit for bit. Every rank draws and decides alike. With rollout.oversample a round ends when
+    enough groups have, and what is under way then goes on in the next round or step.
     """
 
     def __init__(self, generator: Generator, tasks: Sequence[Task], config: Config, data_seed: int):
@@ -59,8 +63,9 @@ class Collector:
         self.seed = config.seed
         self.greedy = "greedy" in needs(config.algo.advantage)  # each task also gets its most likely completion
         groups = rollout.batch_size // rollout.group_size
-        self.draws = make_draws(tasks, data_config(config.data), data_seed, groups)
-        self.next_group = 0
+        self.extra = extra_groups(rollout.oversample, groups)
+        self.draws = make_draws(tasks, data_config(config.data), data_seed, groups + self.extra)
+        self.next_group, self.underway = 0, Underway(generator)
         self.sampling = Sampling(rollout.temperature, rollout.top_k, rollout.top_p, rollout.max_tokens)
 
     def collect(self, step: int = 0, advance: Callable[..., None] = lambda count=1, more=0: None) -> Batch:
@@ -71,15 +76,20 @@ class Collector:
         Collective.
         """
         batch, asked, wanted = Batch(), 0, self.config.batch_size // self.config.group_size
+        if self.extra or self.underway.groups:  # the latter after a resume without oversampling
+            batch.partial = self.underway.begin_step(self.config.max_staleness)
         for round in range(1 + self.config.max_replacements):
             if len(batch.groups) == wanted:
                 break
-            batch.replacement_rounds = round
-            places = self.draws.draw(wanted - len(batch.groups), step)
-            groups = [self._new_group(self.tasks[i]) for i in places]
+            batch.replacement_rounds, missing = round, wanted - len(batch.groups)
             if round:
-                advance(0, more=len(groups) * self.config.group_size)
-            self._fill(groups, self.sampling, advance)
+                advance(0, more=missing * self.config.group_size)
+            if batch.partial:
+                places, groups = self._first_to_end(missing, step, batch.partial, advance)
+            else:
+                places = self.draws.draw(missing, step)
+                groups = [self._new_group(self.tasks[i]) for i in places]
+                self._fill(groups, self.sampling, advance)
             scored = groups
             if self.greedy:
                 likely = self._most_likely(groups)
@@ -94,11 +104,26 @@ class Collector:
                 kept = not failed and not self._silent(group)
                 batch.silent_groups += not failed and not kept
                 (batch.groups if kept else batch.dropped).append(group)
+        batch.groups.sort(key=lambda group: group.id)
         batch.missing_groups = wanted - len(batch.groups)
         batch.reward_errors = batch.reward_faults.total()
         batch.curriculum = self.draws.numbers()
         self._check_failures(batch, asked)
         return batch
+
+    def _first_to_end(
+        self, wanted: int, step: int, counts: Partial, advance: Callable[..., None]
+    ) -> tuple[list[int], list[Group]]:
+        """Return the first `wanted` groups to end, with the places of their tasks.
+
+        As many groups as asked for, and `extra` ones, are under way: those of earlier rounds and steps, and new ones.
+        """
+        for place in self.draws.draw(max(0, wanted + self.extra - len(self.underway.groups)), step):
+            self.underway.groups.append(Begun(place, self._new_group(self.tasks[place])))
+        closed = self.underway.close(wanted, self.sampling, counts, advance)
+        groups = [begun.group for begun in closed]
+        self._shape(groups, self.sampling)
+        return [begun.place for begun in closed], groups
 
     def _check_failures(self, batch: Batch, asked: int) -> None:
         """Raise RewardError if too many of the `asked` rewards failed."""
@@ -119,6 +144,10 @@ class Collector:
     ) -> None:
         """Sample and score the groups, and subtract the penalty of overlong completions."""
         self.generator.fill(groups, sampling, on_completion)
+        self._shape(groups, sampling)
+
+    def _shape(self, groups: Sequence[Group], sampling: Sampling) -> None:
+        """Subtract the penalty of overlong completions."""
         if buffer := round(self.algo.overlong_share * sampling.max_tokens):
             for rollout in (r for group in groups for r in group.rollouts if r.reward is not None):
                 cost = penalty(rollout.sampled, sampling.max_tokens, buffer)
@@ -146,13 +175,23 @@ class Collector:
             ) from None
 
     def state(self) -> dict[str, object]:
-        return {"sampler": self.draws.state(), "next_group": self.next_group}
+        underway = {"underway": self.underway.state()} if self.underway.groups else {}
+        return {"sampler": self.draws.state(), "next_group": self.next_group, **underway}
 
     def restore(self, state: dict) -> None:
         self.draws.restore(state["sampler"])
         self.next_group = state["next_group"]
+        self.underway.restore(state.get("underway", ()), lambda place, id: self._group(self.tasks[place], id))
 
     def _new_group(self, task: Task) -> Group:
-        id, config = self.next_group, self.config
         self.next_group += 1
+        return self._group(task, self.next_group - 1)
+
+    def _group(self, task: Task, id: int) -> Group:
+        config = self.config
         return self.generator.new_group(id, task, config.group_size, config.max_prompt_tokens, self.seed, "rl", id)
+
+
+def extra_groups(oversample: float, groups: int) -> int:
+    """Return how many groups are under way beside the `groups` of a step."""
+    return math.ceil(round((oversample - 1) * groups, 6))  # 1.1 · 10 is one group more, not two

@@ -47,6 +47,12 @@ BAD = [
     ([REVERSE, "policy.row_tokens=16"], "set policy.row_tokens to"),
     ([REVERSE, "rollout.temperature=0"], "rollout.temperature=0.0 (command line): must be a number above 0"),
     ([REVERSE, "rollout.top_p=1.5"], "must be between 1e-06 and 1"),
+    ([REVERSE, "rollout.oversample=0.5"], "rollout.oversample=0.5 (command line): must be a number of at least 1"),
+    ([REVERSE, "rollout.oversample=inf"], "rollout.oversample=inf (command line): must be a number of at least 1"),
+    (["+recipe=guess_number", "rollout.oversample=1.5"], "rollout.oversample=1.5 (command line): keeps answers from one step to the next, and environment._target_ makes conversations"),
+    ([REVERSE, "rollout.max_staleness=-1"], "rollout.max_staleness=-1 (command line): must be at least 0"),
+    ([REVERSE, "rollout.oversample=1.5", "algo.old_logprobs=recomputed"], "algo.old_logprobs=recomputed (command line): forgets which weights sampled the older tokens of rollout.oversample; use behaviour, or add algo/correction=tis"),
+    ([REVERSE, "rollout.oversample=1.5", "algo/loss=reinforce"], "has no ratio, so it would take the tokens that rollout.oversample keeps from older weights for the policy's own"),
     ([REVERSE, "rl.optimizer.lr=-1"], "must be a number above 0"),
     ([REVERSE, "rl.optimizer.lr=nan"], "must be a number above 0"),
     ([REVERSE, "rl.optimizer.betas=[0.9]"], "must be two numbers from 0 to below 1"),
@@ -356,6 +362,16 @@ def test_functions_that_only_running_a_module_would_show_are_taken(target):
 )
 def test_functions_that_cannot_be_looked_into_are_taken(more):
     load([REVERSE, *more])
+
+
+@pytest.mark.parametrize("engine", ["sglang", "auto"])
+def test_a_run_that_must_repeat_itself_does_not_go_by_sglangs_clock(monkeypatch, engine) -> None:
+    monkeypatch.setattr("hybrid_rl.preflight.values.unusable", lambda: "")
+    wanted = [REVERSE, f"engine.kind={engine}", "deterministic=true", "rollout.oversample=1.5"]
+    with pytest.raises(ConfigError, match=r"rollout\.oversample=1\.5 \(command line\): lets SGLang's own clock decide"):
+        load(wanted)
+    load([*wanted[:1], "engine.kind=local", *wanted[2:]])
+    load(wanted[:-1])
 
 
 def test_k1_is_a_loss_where_it_is_unbiased():

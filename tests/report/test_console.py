@@ -29,6 +29,19 @@ def test_a_step_with_an_update_shows_what_was_measured() -> None:
     assert step_line(only_the_critic, 20).endswith("trunc 1.0%  20.0k tok/s  0.70 GiB  0.30 s (rollout 0.30)")
 
 
+def test_a_step_of_groups_from_earlier_steps_shows_how_old_its_tokens_are() -> None:
+    older = {
+        "lag": {"0": 0.5, "2": 0.25, "11": 0.25},
+        "lag_mean": 3.25,
+        "continued_rollouts": 7,
+        "discarded_rollouts": 0,
+    }
+    assert "trunc 1.0%  lag 3.25 (most 11)  continued 7  entropy 0.400" in step_line(step(**older), 20)
+    assert "discarded" not in step_line(step(**older), 20)
+    line = step_line(step(**(older | {"discarded_rollouts": 16})), 20)
+    assert line.endswith("  ! 16 rollouts discarded as too old")
+
+
 @pytest.mark.parametrize("why", NOTHING)
 def test_a_step_without_one_says_why_and_shows_no_numbers_of_an_update(why: str) -> None:
     nothing = {"entropy": None, "mismatch_kl": None, "clip_fraction": None, "grad_norm": None, "reference_kl": None}

@@ -17,6 +17,7 @@ from hybrid_rl.report.alarms import CALM, FIRST, Alarms
 from hybrid_rl.report.phases import Phases
 from hybrid_rl.report.step_metrics import pass_at_k, phase_metrics, repetition, rollout_metrics
 from hybrid_rl.rollout.collector import Batch
+from hybrid_rl.rollout.partial import Partial
 from hybrid_rl.types import Group, Rollout, Task
 
 # A run of the reverse recipe that learns well: its entropy, step by step.
@@ -153,6 +154,20 @@ def test_the_numbers_of_a_steps_phases_are_the_slowest_and_largest_ranks() -> No
         "memory_device_gib": None,
         "tokens_per_second": 10 / 5,
     }
+
+
+def test_tokens_a_second_are_those_sampled_in_the_step() -> None:
+    """Groups under way were sampled too, and what an earlier step sampled was not."""
+    mine = Phases(torch.device("cpu"))
+    mine.seconds, mine.memory = {"rollout": 2.0}, {"rollout": (1.0, 1.0)}
+    batch = Batch(
+        [group(0, [1.0], lengths=[4])], [group(1, [1.0], lengths=[6])], partial=Partial(3, 5, 6, 7, tokens=50)
+    )
+    assert phase_metrics(mine, batch, TwoRanks(mine))["tokens_per_second"] == 25  # type: ignore[arg-type]
+    made = rollout_metrics(batch)
+    assert (made["lag"], made["lag_mean"]) == ({"3": 1.0}, 3.0)
+    assert [made[f"{name}_rollouts"] for name in ("continued", "discarded")] == [5, 6]
+    assert made["groups_left"] == 7
 
 
 def test_what_torch_and_all_processes_hold_is_the_largest_ranks() -> None:

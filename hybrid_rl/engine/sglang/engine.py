@@ -134,6 +134,15 @@ class SGLangEngine:
     # ---- sampling ---------------------------------------------------------------------------------------------------
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
+        return self._drain(self._begin(requests, sampling))
+
+    def generate_in_pieces(
+        self, requests: Sequence[Request], sampling: Sampling, tokens: int
+    ) -> Iterator[list[Completion]]:
+        """Yield what has ended, as `Engine` says: SGLang has a clock of its own, so `tokens` means nothing here."""
+        return self._pieces(self._begin(requests, sampling))
+
+    def _begin(self, requests: Sequence[Request], sampling: Sampling) -> _Run:
         if self._asleep or self._broken:
             raise self._broken or EngineError(f"generate() while {sorted(self._asleep)} sleep; wake() them first")
         if requests and not self.team.main:
@@ -150,7 +159,7 @@ class SGLangEngine:
                 (i, [*r.prompt_ids, *r.sampled_ids], self._parameters(r, sampling)) for i, r in self._run.open.items()
             ]
             self._ask("generate", self._run.number, items, self._prefixes(items))
-        return self._drain(self._run)
+        return self._run
 
     def _prefixes(
         self, items: Sequence[tuple[int, list[int], dict[str, Any]]]
@@ -183,9 +192,25 @@ class SGLangEngine:
                 else:
                     yield run.finished.pop(0)
         finally:  # also when the consumer stops early
-            if self._run is run and not self._broken:
-                self.abort()
-                run.finished.clear()
+            self._leave(run)
+
+    def _pieces(self, run: _Run) -> Iterator[list[Completion]]:
+        try:
+            while self._run is run and (run.open or run.finished):
+                if run.open:
+                    self._next(run)  # at times this is only a sign of progress
+                while run.open and self._own.waits():
+                    self._next(run)
+                piece, run.finished = run.finished, []
+                yield piece
+        finally:
+            self._leave(run)
+
+    def _leave(self, run: _Run) -> None:
+        """End a run that its consumer has left, if it is still the last one."""
+        if self._run is run and not self._broken:
+            self.abort()
+            run.finished.clear()
 
     def abort(self) -> list[Completion]:
         run = self._run
