@@ -135,7 +135,7 @@ BAD = [
     ([REVERSE, f"rl.steps={10**30}"], f"rl.steps={10**30} (command line): must be at most {2**31 - 1}"),
     ([REVERSE, "name=../elsewhere"], "name=../elsewhere (command line): must be a plain name"),
     ([REVERSE, "output_dir="], "output_dir= (command line): must be a folder; output_dir=. is the current one"),
-    (["recipe=mine"], "recipe=mine (command line): there is no such choice; there are: arithmetic, code, countdown, format, gsm8k, judge, reasoning_gym, reverse, reverse_opd, sorting; a recipe is chosen with +recipe=NAME"),
+    (["recipe=mine"], "recipe=mine (command line): there is no such choice; there are: alphabet_sort, arithmetic, code, countdown, format, gsm8k, guess_number, judge, reasoning_gym, reverse, reverse_opd, sorting; a recipe is chosen with +recipe=NAME"),
     (["recipe=reverse"], "recipe=reverse (command line): a recipe is added to the settings: +recipe=reverse"),
     ([REVERSE, "algo.advantage=gae"], "algo.advantage=gae (command line): a part is chosen with a slash: algo/advantage=gae"),
     ([REVERSE, "algo.loss=ppo"], "a part is chosen with a slash: algo/loss=ppo"),
