@@ -22,7 +22,7 @@ BAD = [
     ([REVERSE, "ranks=3", "engine.tensor_parallel=2"], "engine.tensor_parallel=2 (command line): does not divide the 3 ranks"),
     ([REVERSE, "engine.arguments.tp=2"], "engine.arguments.tp=2 (command line): there is no such key"),
     ([REVERSE, "engine.timeout=0"], "engine.timeout=0.0 (command line): must be a number above 0"),
-    ([], "no recipe was chosen; add +recipe=NAME, there are: arithmetic, "),
+    ([], "no recipe was chosen; add +recipe=NAME, there are: alphabet_sort, "),
     (["+recipe=revers"], "recipe=revers (command line): there is no such choice; did you mean reverse?"),
     ([REVERSE, "rollout.group_sise=8"], "rollout.group_sise=8 (command line): there is no such key; did you mean rollout.group_size?"),
     ([REVERSE, "rolout.group_size=8"], "did you mean rollout.group_size?"),
