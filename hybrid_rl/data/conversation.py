@@ -6,12 +6,11 @@ Nothing is tokenized twice: earlier turns stay as they were sampled, also if the
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rl.data.tasks import DataError
-from hybrid_rl.data.template import Template
+from hybrid_rl.data.template import rendered
 from hybrid_rl.model_folder.tokenizer import closing, first_mark
 from hybrid_rl.types import Task
 
@@ -23,7 +22,7 @@ def reply_ids(task: Task, replies: Messages, last: int, tokenizer: PreTrainedTok
     """Return the token ids between an answer that ended with the token `last` and the policy's next one.
 
     These are the rest of the answer's turn, as far as it is not sampled, the messages, and the beginning of an answer.
-    Raises DataError for messages that the chat template refuses or leaves out.
+    Raises DataError for messages that the chat template refuses.
     """
     after = _after_answer(task, MARK, replies, tokenizer)
     # some templates end an earlier turn with another mark than the last one
@@ -34,42 +33,27 @@ def reply_ids(task: Task, replies: Messages, last: int, tokenizer: PreTrainedTok
 
 def _after_answer(task: Task, answer: str, replies: Messages, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return what the chat template puts after an answer in a conversation that goes on."""
-    turns = [*task.messages, {"role": "assistant", "content": answer}, *replies]
-    _, found, after = _rendered(task, turns, tokenizer, True).rpartition(answer)
+    turns = [{"role": "assistant", "content": answer}, *replies]
+    _, found, after = rendered(task, tokenizer.apply_chat_template, turns).rpartition(answer)
     if not found:
         raise DataError(f"task {task.id}: the chat template leaves out an earlier answer; use another one")
-    if missing := [m["role"] for m in replies if m["content"].strip() and m["content"].strip() not in after]:
-        raise DataError(
-            f"task {task.id}: the chat template leaves out what the environment replies as {missing[0]}; use another role"
-        )
     return after
-
-
-def _rendered(task: Task, turns: Messages, tokenizer: PreTrainedTokenizerBase, goes_on: bool) -> str:
-    template: Any = tokenizer.apply_chat_template
-    own = template.own(task) if isinstance(template, Template) else {}
-    try:
-        return str(template(list(turns), add_generation_prompt=goes_on, tokenize=False, **own))
-    except MemoryError:
-        raise
-    except Exception as error:  # the template is a program that came with the model: it may raise anything
-        reason = (str(error).strip().splitlines() or [""])[0]
-        raise DataError(
-            f"task {task.id}: the chat template does not take a reply of the environment: {reason}"
-        ) from error
 
 
 def history_notes(task: Task, role: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
     """Yield a line for each way in which the chat template shows earlier answers otherwise than they were sampled.
 
-    `role` is that of the environment's replies. Raises DataError if the template does not take it.
+    `role` is that of the environment's replies. Raises DataError if the template does not take or show it.
     """
     reply = [{"role": role, "content": "a reply"}]
-    _after_answer(task, MARK, reply, tokenizer)
+    if "a reply" not in _after_answer(task, MARK, reply, tokenizer):
+        raise DataError(
+            f"task {task.id}: the chat template leaves out what the environment replies as {role}; use another role"
+        )
     for answer, what in (
         (f"<think>\nan idea\n</think>\n\n{MARK}", "the thoughts of"),
         (f" {MARK}  ", "the blanks around"),
     ):
-        turns = [*task.messages, {"role": "assistant", "content": answer}, *reply]
-        if answer not in _rendered(task, turns, tokenizer, True):
+        turns = [{"role": "assistant", "content": answer}, *reply]
+        if answer not in rendered(task, tokenizer.apply_chat_template, turns):
             yield f"the chat template drops {what} earlier answers; the conversation keeps what was sampled"

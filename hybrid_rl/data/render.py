@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_rl.data.conversation import history_notes
 from hybrid_rl.data.tasks import DataError, TaskSets
-from hybrid_rl.data.template import KEY, Template
+from hybrid_rl.data.template import KEY, Template, rendered
 from hybrid_rl.model_folder.tokenizer import closing, exact_text
 from hybrid_rl.processes.bounded import SECONDS, Begin, Overrun, bounded
 from hybrid_rl.types import Rollout, Task
@@ -27,7 +27,7 @@ def prompt_ids(task: Task, tokenizer: PreTrainedTokenizerBase, max_tokens: int) 
 
     Raises DataError for a prompt longer than `max_tokens`, and for one that the template refuses or begins twice.
     """
-    (ids,) = _ids([_text(task, tokenizer.apply_chat_template)], tokenizer)
+    (ids,) = _ids([rendered(task, tokenizer.apply_chat_template)], tokenizer)
     if problem := _prompt_problem(ids, tokenizer, max_tokens):
         raise DataError(f"task {task.id}: {problem}")
     return ids
@@ -112,11 +112,11 @@ def _check(
             some, texts = tasks[first : first + AT_ONCE], []
             for task in some:
                 begin(f"task {task.id}: {TEMPLATE}")
-                texts.append(_text(task, template))
+                texts.append(rendered(task, template))
                 for role in set(_absent(task, texts[-1])):
                     absent.setdefault(role, []).append(task.id)
             if first == 0 and some:
-                if _text(some[0], template) != texts[0]:
+                if rendered(some[0], template) != texts[0]:
                     raise DataError(
                         f"task {some[0].id}: {TEMPLATE} gives another prompt each time; take out what is random in it"
                     )
@@ -220,22 +220,9 @@ def _check_end(tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-def _text(task: Task, template: Callable[..., Any]) -> str:
-    own = template.own(task) if isinstance(template, Template) else {}
-    try:
-        return str(template(list(task.messages), add_generation_prompt=True, tokenize=False, **own))
-    except MemoryError:
-        raise
-    except Exception as error:  # the template is a program that came with the model: it may raise anything
-        reason = (str(error).strip().splitlines() or [""])[0]
-        raise DataError(
-            f"task {task.id}: the tokenizer's chat template does not take its messages: {reason}"
-        ) from error
-
-
 def _differs(task: Task, template: Template, text: str) -> bool:
     try:
-        return _text(task, template) != text
+        return rendered(task, template) != text
     except DataError:  # it cannot do without the argument
         return True
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from types import SimpleNamespace
@@ -114,6 +114,22 @@ def fix_template(
     template = Template(tokenizer, arguments, now, data.tools)
     tokenizer.apply_chat_template = template  # type: ignore[method-assign, assignment]
     return tokenizer
+
+
+def rendered(task: Task, template: Callable[..., Any], more: Sequence[dict[str, str]] = ()) -> str:
+    """Return the task's messages and `more` of a conversation as the template shows them, ready for an answer.
+
+    Raises DataError if the template refuses them.
+    """
+    own = template.own(task) if isinstance(template, Template) else {}
+    try:
+        return str(template([*task.messages, *more], add_generation_prompt=True, tokenize=False, **own))
+    except MemoryError:
+        raise
+    except Exception as error:  # the template is a program that came with the model: it may raise anything
+        reason = (str(error).strip().splitlines() or [""])[0]
+        what = "a reply of the environment" if more else "its messages"
+        raise DataError(f"task {task.id}: the tokenizer's chat template does not take {what}: {reason}") from error
 
 
 @contextmanager

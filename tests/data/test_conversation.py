@@ -120,8 +120,18 @@ def test_a_template_that_rewrites_earlier_answers_is_told_at_the_start(form, not
     assert list(history_notes(TASK, "user", tokenizer_of(form))) == notes
 
 
+def test_a_template_may_write_replies_as_json():
+    tokenizer = tokenizer_of("chatml")
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "{{ m.content }}", "{{ m.content | tojson if m.role == 'tool' else m.content }}"
+    )
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    text = tokenizer.decode(reply_ids(TASK, [{"role": "tool", "content": 'say "hi"\n'}], end, tokenizer))
+    assert text == '\n<|im_start|>tool\n"say \\"hi\\"\\n"<|im_end|>\n<|im_start|>assistant\n'
+
+
 def test_a_role_that_the_template_refuses_or_leaves_out_is_an_error():
-    with pytest.raises(DataError, match="does not take a reply of the environment: roles must alternate"):
+    with pytest.raises(DataError, match="chat template does not take a reply of the environment: roles must alternate"):
         list(history_notes(TASK, "tool", tokenizer_of("alternating")))
     tokenizer = tokenizer_of("chatml")
     tokenizer.chat_template = tokenizer.chat_template.replace(
