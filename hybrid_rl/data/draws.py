@@ -75,7 +75,10 @@ class Mixture:
         pool.draws.learn(own, group)
 
     def numbers(self) -> dict[str, int]:
-        return dict(sum((Counter(pool.draws.numbers()) for pool in self.pools.values()), Counter()))
+        total = Counter[str]()
+        for pool in self.pools.values():
+            total.update(pool.draws.numbers())  # the sum of two counters drops zeros
+        return dict(total)
 
     def state(self) -> dict[str, Any]:
         return {name: {"drawn": pool.drawn, "draws": pool.draws.state()} for name, pool in self.pools.items()}

@@ -76,7 +76,7 @@ def _source(set_name: str, key: str, given: str | Mapping[str, Any], mapping: Co
         given_rows = entry["rows"]
         return Source(key, lambda keys, every: _python_rows(key, given_rows), name, take, own)
     path, choice = entry["path"], (entry.get("subset"), entry.get("split"))
-    if not path.endswith(FILES) and (Path(path).is_dir() or HUB_NAME.fullmatch(path)):
+    if not path.endswith(FILES) and (Path(path).is_dir() or (HUB_NAME.fullmatch(path) and not Path(path).exists())):
         return Source(
             path, lambda keys, every: _dataset_rows(set_name, key, path, choice, keys, every), name, take, own
         )
@@ -133,7 +133,7 @@ def _dataset(set_name: str, key: str, path: str, subset: str | None, split: str 
         name = folder.name
         raise DataError(
             f"{key}={path}: is no file or folder here, and not in the cache of datasets ({_first_line(error)}). "
-            f"Fetch it once: hf download {path} --repo-type dataset --local-dir {name}; then set {key}={name}"
+            f"Fetch it once: hf download {path} --repo-type dataset --local-dir {name}; then give the folder, {name}, instead"
         ) from error
     if not isinstance(found, datasets.DatasetDict):
         if split:

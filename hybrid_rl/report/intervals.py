@@ -51,4 +51,5 @@ def paired(differences: Sequence[float]) -> float:
     mean, spread = fmean(differences), stdev(differences)
     if spread == 0:
         return 0.0 if mean else 1.0
-    return 1 - within(abs(mean) / spread * math.sqrt(len(differences)), len(differences) - 1)
+    # rounding may take it below 0
+    return max(0.0, 1 - within(abs(mean) / spread * math.sqrt(len(differences)), len(differences) - 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import os
 import re
@@ -61,7 +62,7 @@ class Judge:
         # one pass: a completion that holds {answer} must not be filled in
         text = re.sub(r"\{(question|answer|completion)\}", lambda name: values[name[1]], self.prompt)
         said = await self._ask(text)
-        scores = self.pattern.findall(said)
+        scores = [found[1] for found in self.pattern.finditer(said)]
         score = float(scores[-1]) if scores else None
         if score is None or not 0 <= score <= self.best:
             raise ValueError(f"the judge gave no score between 0 and {self.best:g}; it ends with {said[-60:]!r}")
@@ -72,9 +73,12 @@ class Judge:
         for attempt in range(1, self.tries + 1):
             try:
                 return await loop.run_in_executor(self.threads, self._post, text)
-            except urllib.error.URLError as error:
-                busy = not isinstance(error, urllib.error.HTTPError) or error.code in AGAIN
-                if not busy or attempt == self.tries:
+            except (OSError, http.client.HTTPException) as error:  # those of urllib are OSErrors
+                refused = error if isinstance(error, urllib.error.HTTPError) else None
+                if attempt == self.tries or (refused and refused.code not in AGAIN):
+                    if refused:
+                        why = " ".join(refused.read()[:500].decode("utf-8", "replace").split())
+                        raise ValueError(f"the judge answered {refused.code}: {why}") from error
                     raise
                 await asyncio.sleep(0.5 * 2 ** (attempt - 1))
         raise AssertionError

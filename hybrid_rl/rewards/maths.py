@@ -13,12 +13,13 @@ NUMBER = re.compile(
     r"(?:(?<![\w)])[-+])?"  # 3-4 holds 3 and 4
     r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3}(?!\d))?(?:\s*/\s*\d+)?"
 )
+MINUS = "\u2212"  # the sign of typeset formulas
 LONGEST = 400  # characters of a number
 
 
 def last_number(text: str) -> Fraction | None:
     """Return the last number in a text, exactly: 1,234.5 or 3/4 or 2e-3; None without one."""
-    for found in reversed(NUMBER.findall(text)):
+    for found in reversed(NUMBER.findall(text.replace(MINUS, "-"))):
         above, _, below = "".join(found.split()).replace(",", "").partition("/")
         if len(found) <= LONGEST and (not below or int(below)):
             return Fraction(above) / int(below or 1)

@@ -52,7 +52,9 @@ def zero(completion: str, task: Task) -> float:
 
 
 def contains(completion: str, task: Task) -> float:
-    """Pay 1 if task.answer occurs in the completion."""
+    """Pay 1 if task.answer occurs in the completion. Raises ValueError for an empty answer, which occurs in all."""
+    if not task.answer:
+        raise ValueError(f"task {task.id} has no answer to look for")
     return float(task.answer in completion)
 
 

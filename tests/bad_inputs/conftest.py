@@ -21,7 +21,7 @@ SMALL = [
 class NoScorer:
     """The reward's processes, which no bad input of these kinds waits for."""
 
-    def __init__(self, *_: object):
+    def __init__(self, *_: object, **__: object):
         pass
 
     def check(self, tasks: object) -> list[str]:

@@ -324,7 +324,7 @@ def test_data_that_changed_since(of_files, tmp_path, monkeypatch, go_on, file, c
 class Counted(NoScorer):
     """Scores in this process: what a reward gives is not what these tests look at."""
 
-    def __init__(self, *_):
+    def __init__(self, *_, **__):
         self.rollouts = []
 
     def submit(self, rollout, task):

@@ -50,6 +50,11 @@ def test_each_source_has_its_share_of_draws_at_any_time(sources, counts):
             assert len(set(own[start : start + size])) == size
 
 
+def test_the_numbers_of_all_sources_are_summed_zeros_included():
+    draws = order(tasks(a=2, b=3), {"a": 1, "b": 1}, 0, _target_="hybrid_rl.data.curriculum.pass_rate")
+    assert draws.numbers() == {"never": 0, "sometimes": 0, "always": 0, "not_drawn": 5}
+
+
 @given(WEIGHTS, COUNTS, COUNTS)
 def test_a_restored_mixture_goes_on_where_it_stood(sources, before, after):
     given, weights = tasks(**{n: s for n, (s, _) in sources.items()}), {n: w for n, (_, w) in sources.items()}

@@ -157,12 +157,21 @@ def test_folders_of_datasets(datasets, tmp_path):
             load_tasks(entry, HELD_OUT, **keys)
 
 
+def test_a_file_of_another_kind_is_no_name_of_a_data_set(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.json").write_text("[]")
+    with pytest.raises(DataError, match=r"data\.rl=data/train\.json.*\.jsonl") as caught:
+        load_tasks("data/train.json", HELD_OUT)
+    assert "Fetch" not in str(caught.value)
+
+
 def test_a_data_set_that_is_not_here_says_how_to_fetch_it(datasets):
     with pytest.raises(DataError) as caught:
         load_tasks("openai/gsm8k", HELD_OUT, prompt="question")
     line = str(caught.value)
     assert line.startswith("data.rl=openai/gsm8k: is no file or folder here, and not in the cache of datasets (")
     assert line.endswith(
-        "Fetch it once: hf download openai/gsm8k --repo-type dataset --local-dir gsm8k; then set data.rl=gsm8k"
+        "Fetch it once: hf download openai/gsm8k --repo-type dataset --local-dir gsm8k; then give the folder, gsm8k, instead"
     )
     assert "\n" not in line

@@ -30,5 +30,6 @@ def test_paired():
     one, two = [0.2, 0.5, 0.4, 0.9], [0.3, 0.7, 0.4, 0.8]
     assert paired([a - b for a, b in zip(one, two, strict=True)]) == pytest.approx(stats.ttest_rel(one, two).pvalue)
     assert paired([0.0, 0.0]) == 1
+    assert 0 <= paired([0.9, 1.0] * 660) < 1e-300 or paired([0.9, 1.0] * 660) == 0
     assert paired([0.25, 0.25]) == 0
     assert math.isnan(paired([0.1]))

@@ -42,6 +42,8 @@ def test_texts():
     assert exact("paris", task("None"), within="a") == (0.0, {"answer": None})
     assert contains("It is Paris.", task("Paris")) == 1.0
     assert contains("It is Rome.", task("Paris")) == 0.0
+    with pytest.raises(ValueError, match="has no answer to look for"):
+        contains("It is Rome.", task(""))
     # order matters in Ratcliff–Obershelp: tide to diet is 0.25, diet to tide 0.5
     assert similarity("tide", task("diet"))[0] == 0.25
     assert similarity("diet", task("tide"))[0] == 0.5
@@ -55,7 +57,7 @@ def test_texts():
     ("text", "expected"),
     [
         ("1,234.5", 1234.5), ("3/4.", 0.75), ("-2e-3", -0.002), ("x=5.", 5), ("no", None), ("12%", 12), ("$1,000", 1000),
-        (".5", 0.5), ("7 1/0", 7), ("10 -3", -3), ("3-4", 4), ("1,2,3", 3), ("9" * 5000, None), ("3/00", None), ("", None),
+        (".5", 0.5), ("7 1/0", 7), ("10 -3", -3), ("3-4", 4), ("1,2,3", 3), ("9" * 5000, None), ("3/00", None), ("", None), ("x = \u22125", -5),
     ],
 )  # fmt: skip
 def test_the_last_number(text, expected):
@@ -131,8 +133,10 @@ class Server(BaseHTTPRequestHandler):
         text = body["messages"][0]["content"]
         if "busy" in text and len(self.server.asked) == 1:
             return self.send_error(503)
+        if "drop" in text and len(self.server.asked) == 1:
+            return self.connection.close()
         if "forbidden" in text:
-            return self.send_error(401)
+            return self.send_error(401, "no such key")
         said = (
             "No idea." if "odd" in text else "It is wrong.\nScore: 11" if "far" in text else "Score: 1? No.\nScore: 7.5"
         )
@@ -172,7 +176,17 @@ def test_a_judge(server, monkeypatch):
     assert "What is 6 × 7?" in body["messages"][0]["content"]
     assert "Reference answer:\n42" in body["messages"][0]["content"]
     assert "busy {answer}" in body["messages"][0]["content"]  # a completion fills nothing in
-    for text, message in {"odd": "gave no score between 0 and 10", "far": "gave no score", "forbidden": "401"}.items():
+    for text in ("drop", "busy"):  # a connection that is closed is tried again, too
+        server.asked.clear()
+        assert judged(text) == 0.75
+        assert len(server.asked) == 2
+    choice = Judge(f"http://127.0.0.1:{server.server_port}/v1", "m", pattern=r"Score: (\d+)(\.\d)?")
+    assert asyncio.run(choice("x", task("42"))) == 0.7
+    for text, message in {
+        "odd": "gave no score between 0 and 10",
+        "far": "gave no score",
+        "forbidden": "the judge answered 401: .*no such key",
+    }.items():
         with pytest.raises(Exception, match=message):
             judged(text)
     with pytest.raises(ValueError, match="no such environment variable"):
