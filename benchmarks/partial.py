@@ -30,6 +30,7 @@ TAIL, SHARE, MEAN, MOST = "~", 0.05, 400, 800  # of the demonstrations, and of t
 SETTINGS = [
     "data._target_=benchmarks.partial.load_tasks", "reward._target_=benchmarks.partial.in_place", "data.min_letters=3",
     "data.max_letters=4", "rollout.max_tokens=900", "rollout.batch_size=64", "rollout.group_size=8", "threads=1",
+    "rollout.max_staleness=16",
     "model.tiny.hidden_size=64", "model.tiny.intermediate_size=192", "model.tiny.heads=2", "model.tiny.kv_heads=1",
     "eval.samples=2", "eval.greedy=false", "rl.eval_every=0", "rl.checkpoint_every=1000",
 ]  # fmt: skip
