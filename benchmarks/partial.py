@@ -1,43 +1,47 @@
 """Measure what rollout.oversample gains if a few completions are much longer than the others.
 
-    python -m benchmarks.partial [--seeds 0 1 2] [--oversample 1.5] [--folder FOLDER] [key=value …]
+    python -m benchmarks.partial [--seeds 0 1 2] [--oversample 2] [--folder FOLDER] [key=value …]
 
-The task is that of the reverse recipe. After the answer, which alone is paid, one demonstration in 20 goes on with a
-row of tildes, 400 on average, so the policy's completions have a long tail that no reward touches. SFT is done once a
-seed; from its weights RL runs twice, with and without oversampling, one after the other. Seconds are those of all
-phases of a step, the median over the steps but the first three, in which the groups under way are not yet complete.
+The task is that of the sorting recipe, with 3 or 4 letters: RL teaches what no demonstration shows. After the answer,
+which alone is paid, one demonstration in 20 goes on with a row of tildes, 400 on average, so the policy's completions
+have a long tail that no reward touches. SFT is done once a seed, and RL runs from its weights with and without
+oversampling. As nothing is paid for the tail, it grows or vanishes by chance while RL learns, so seconds are measured
+in runs of their own, whose learning rate is 1e-9: all phases of a step, the mean over the steps but the first ten, in
+which the groups under way are not yet those of a long run.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import fmean, stdev
 from typing import Any
 
-from hybrid_rl.recipes import reverse
+from hybrid_rl.recipes import sorting
 
 from hybrid_rl.data import TaskSets
 from hybrid_rl.types import Task
 
-FIRST = 3  # steps that are not counted
+FIRST = 10  # steps that are not counted
 TAIL, SHARE, MEAN, MOST = "~", 0.05, 400, 800  # of the demonstrations, and of the tildes of those that have some
 SETTINGS = [
-    "data._target_=benchmarks.partial.load_tasks", "rollout.max_tokens=900", "rollout.batch_size=32",
-    "rollout.group_size=4", "model.tiny.hidden_size=64", "model.tiny.intermediate_size=192", "model.tiny.heads=2",
-    "model.tiny.kv_heads=1", "threads=1", "eval.samples=2", "rl.checkpoint_every=1000",
+    "data._target_=benchmarks.partial.load_tasks", "reward._target_=benchmarks.partial.in_place", "data.min_letters=3",
+    "data.max_letters=4", "rollout.max_tokens=900", "rollout.batch_size=64", "rollout.group_size=8", "threads=1",
+    "rollout.max_staleness=16",
+    "model.tiny.hidden_size=64", "model.tiny.intermediate_size=192", "model.tiny.heads=2", "model.tiny.kv_heads=1",
+    "eval.samples=2", "eval.greedy=false", "rl.eval_every=0", "rl.checkpoint_every=1000",
 ]  # fmt: skip
-SFT = ["sft.steps=1000", "sft.label_smoothing=0", "sft.curriculum=0", "rl.steps=0"]
-RL = ["sft.steps=0", "rl.steps=100"]
+SFT = ["sft.steps=700", "rl.steps=0"]
+RL = ["sft.steps=0", "rl.steps=80"]
+TIMED = ["sft.steps=0", "rl.steps=50", "rl.optimizer.lr=1e-9", "eval.max_tasks=1"]
 
 
 def load_tasks(**arguments: Any) -> TaskSets:
-    """Return the tasks of the reverse recipe; a few demonstrations have a tail of a random length."""
-    sets = reverse.load_tasks(**arguments)
+    """Return the tasks of the sorting recipe; a few demonstrations have a tail of a random length."""
+    sets = sorting.load_tasks(**arguments)
     return replace(sets, sft=[_tailed(task) for task in sets.sft])
 
 
@@ -49,13 +53,18 @@ def _tailed(task: Task) -> Task:
     return replace(task, demonstration=f"{task.demonstration}{TAIL * count}")
 
 
+def in_place(completion: str, task: Task) -> tuple[float, dict[str, float]]:
+    """Pay what the recipe pays for the completion without its tail."""
+    return sorting.in_place(completion.rstrip(TAIL), task)
+
+
 def main() -> None:
     """Run both sides on each seed, print the table and write the results."""
     from benchmarks import common
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
-    parser.add_argument("--oversample", type=float, default=1.5)
+    parser.add_argument("--oversample", type=float, default=2.0)
     parser.add_argument("--folder", type=Path, help="where runs are kept; finished ones are only read")
     arguments, overrides = parser.parse_known_args()
     rows: list[dict[str, Any]] = []
@@ -66,10 +75,13 @@ def main() -> None:
             start = _run(kept / f"sft_{seed}", [*own, *SFT, *overrides])
             for oversample in (1.0, arguments.oversample):
                 more = [f"model.path={(start / 'final').absolute()}", f"rollout.oversample={oversample}", *overrides]
-                run = _run(kept / f"rl_{seed}_{oversample:g}", [*own, *RL, *more])
-                rows.append({"seed": seed, "oversample": oversample, **_figures(run)})
+                learnt = _run(kept / f"rl_{seed}_{oversample:g}", [*own, *RL, *more])
+                timed = _run(kept / f"timed_{seed}_{oversample:g}", [*own, *TIMED, *more])
+                rows.append({"seed": seed, "oversample": oversample, **_seconds(timed), **_scores(learnt)})
                 print(rows[-1], flush=True)
-    columns = ("seed", "oversample", "step_s", "rollout_s", "length", "length_max", "lag", "before", "after")
+    columns = (
+        "seed", "oversample", "step_s", "rollout_s", "update_s", "length", "lag", "discarded", "before", "after",
+    )  # fmt: skip
     print(common.table([tuple(row[name] for name in columns) for row in rows], columns))
     sides = [[row for row in rows if row["oversample"] == o] for o in (1.0, arguments.oversample)]
     gain = fmean(a["step_s"] / b["step_s"] for a, b in zip(*sides, strict=True))
@@ -82,29 +94,30 @@ def main() -> None:
 def _run(folder: Path, overrides: list[str]) -> Path:
     from benchmarks.common import run_recipe
 
-    return folder if (folder / "summary.json").is_file() else run_recipe(folder, *overrides)
+    return folder if (folder / "summary.json").is_file() else run_recipe(folder, *overrides, recipe="sorting")
 
 
-def _figures(folder: Path) -> dict[str, float]:
+def _seconds(folder: Path) -> dict[str, float]:
     from benchmarks.common import read_metrics
 
-    steps, evals = read_metrics(folder, "rl"), {e["name"]: e for e in read_metrics(folder, "eval")}
+    steps = read_metrics(folder, "rl")
     counted = steps[FIRST:]
     return {
-        "step_s": median(sum(m["seconds"].values()) for m in counted),
-        "mean_step_s": fmean(sum(m["seconds"].values()) for m in counted),
-        "rollout_s": median(m["seconds"]["rollout"] for m in counted),
-        "update_s": median(m["seconds"]["update"] for m in counted),
+        "step_s": fmean(sum(m["seconds"].values()) for m in counted),
+        "rollout_s": fmean(m["seconds"]["rollout"] for m in counted),
+        "update_s": fmean(m["seconds"]["update"] for m in counted),
         "length": fmean(m["length"] for m in counted),
-        "length_max": max(m["length_max"] for m in counted),
         "lag": fmean(m.get("lag_mean", 0.0) for m in counted),
-        "lag_max": max(max(map(int, m.get("lag", {"0": 1}))) for m in counted),
-        "discarded": sum(m.get("discarded_rollouts", 0) for m in steps),
-        "reward_first": steps[0]["reward"],
-        "before": evals["base"]["reward"],
-        "after": evals["rl"]["reward"],
-        "total_s": json.loads((folder / "summary.json").read_text())["seconds"]["rl"],
+        "discarded": sum(m.get("discarded_rollouts", 0) for m in counted) / sum(m["rollouts"] for m in counted),
     }
+
+
+def _scores(folder: Path) -> dict[str, float]:
+    from benchmarks.common import read_metrics
+
+    evals, steps = {e["name"]: e["reward"] for e in read_metrics(folder, "eval")}, read_metrics(folder, "rl")
+    lag = fmean(m.get("lag_mean", 0.0) for m in steps)
+    return {"before": evals["base"], "after": evals["rl"], "learning_lag": lag, "learning_length": steps[-1]["length"]}
 
 
 if __name__ == "__main__":

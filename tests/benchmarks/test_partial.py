@@ -5,14 +5,14 @@ from __future__ import annotations
 import statistics
 
 import pytest
-from hybrid_rl.recipes import reverse
+from hybrid_rl.recipes import sorting
 
 from benchmarks import partial
 
 
 def test_one_demonstration_in_twenty_has_a_tail_and_no_task_differs() -> None:
-    arguments = {"system_prompt": "Reverse.", "min_length": 8, "max_length": 24, "eval_tasks": 16}
-    ours, theirs = partial.load_tasks(**arguments), reverse.load_tasks(**arguments)
+    arguments = {"system_prompt": "Rewrite.", "min_letters": 3, "max_letters": 4}
+    ours, theirs = partial.load_tasks(**arguments), sorting.load_tasks(**arguments)
     assert (ours.rl, ours.eval) == (theirs.rl, theirs.eval)
     tails = [len(a.demonstration) - len(b.demonstration) for a, b in zip(ours.sft, theirs.sft, strict=True)]
     assert all(a.demonstration.rstrip("~") == b.demonstration for a, b in zip(ours.sft, theirs.sft, strict=True))
@@ -22,3 +22,7 @@ def test_one_demonstration_in_twenty_has_a_tail_and_no_task_differs() -> None:
     # an exponential distribution's mean, cut at MOST = 2 · MEAN: MEAN · (1 − e^−2)
     assert statistics.fmean(long) == pytest.approx(partial.MEAN * 0.865, rel=0.15)
     assert partial.load_tasks(**arguments) == ours
+    task = ours.eval[0]
+    right = f"<answer>{task.answer}</answer>"
+    assert partial.in_place(f"{right}~~~~", task) == partial.in_place(right, task) == (1.0, {"exact": 1.0})
+    assert partial.in_place(f"{right}~x", task)[0] == 0
