@@ -20,10 +20,10 @@ reverse: $(VENV)/installed  ## Train the embedded model to reverse sentences: ab
 WITH_OLD = OLD_TRANSFORMERS='$(CURDIR)/$(OLD_VENV)/bin/python'
 PYTEST = OMP_NUM_THREADS=1 $(RUN) -m pytest -n 3 --dist loadgroup
 
-test: $(VENV)/installed  ## The tests that take seconds each.
+test: $(VENV)/installed  ## The tests of one process: about three minutes.
 	$(PYTEST) -m "not slow" $(ARGS)
 
-test-slow: $(VENV)/installed $(OLD_VENV)/installed  ## Those that take minutes: whole recipes, kills at random moments, a wheel in an empty folder.
+test-slow: $(VENV)/installed $(OLD_VENV)/installed  ## Those that start several ranks or whole runs: whole recipes, kills at random moments, a wheel in an empty folder.
 	$(WITH_OLD) $(PYTEST) -m slow $(ARGS)
 
 test-all: $(VENV)/installed $(OLD_VENV)/installed  ## Both.

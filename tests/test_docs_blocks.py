@@ -30,7 +30,7 @@ from hybrid_rl.preflight.settings import hydra_folders, load
 from hybrid_rl.report import __main__ as report
 from hybrid_rl.types import Task
 
-pytestmark = pytest.mark.xdist_group("docs")  # one run for all of them
+pytestmark = [pytest.mark.xdist_group("docs"), pytest.mark.slow]  # one run for all of them
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
     str(path.relative_to(ROOT))
@@ -99,6 +99,7 @@ NOT_TRIED = {
     "-m http.server": "serves until it is ended",
     "-m pip": "the network",
     "-m tests.model_folder.families": "writes a page, for minutes; tests/model_folder/test_families.py",
+    "-m benchmarks.partial": "takes minutes; tests/benchmarks/test_partial.py",
     "-m benchmarks.gpu": "needs a GPU; tests/benchmarks/test_gpu.py",
     "-m benchmarks.growth": "takes minutes; tests/benchmarks/test_growth.py",
 }

@@ -34,6 +34,8 @@ from tests.conftest import WORDS
 from tests.device import DEVICE, ON_GPU, in_float32
 from tests.ranks import on_ranks
 
+pytestmark = pytest.mark.slow
+
 
 def engine_of(policy: Policy) -> LocalEngine:
     return LocalEngine(policy.model, policy.end_ids(), 8, 64, policy.device)
@@ -148,7 +150,6 @@ def received(
     return {name: tensor.cpu().clone() for name, tensor in engine.weights().items()}
 
 
-@pytest.mark.slow
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["qwen3", "llama", "gpt_neox"])  # tied, untied, with biases
 @pytest.mark.parametrize(("world", "shard"), [(1, 0), (2, 0), (3, 0), (4, 2)])
@@ -330,7 +331,6 @@ def cycles(ranks: Ranks, folder: Path) -> list[int]:
     return used
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_25_cycles_do_not_grow_memory(big_folder, world):
     for used in on_ranks(world, cycles, big_folder):
@@ -339,7 +339,6 @@ def test_25_cycles_do_not_grow_memory(big_folder, world):
         )  # the transport keeps a few buffers; one layer kept a cycle would be 250 MB
 
 
-@pytest.mark.slow
 def test_ten_cycles_on_one_rank_leave_no_tensor_behind(big_folder):
     policy = Policy.load(big_folder, DEVICE, in_float32())
     engine, optimizer = engine_of(policy), Optimizer(policy.trainable, OptimizerConfig(), 1, 1)

@@ -20,6 +20,8 @@ from hybrid_rl.run_folder.files import alone_in
 from hybrid_rl.run_folder.rollouts import read_rollouts
 from tests.forked import Forked
 
+pytestmark = pytest.mark.slow
+
 SMALL = [
     "+recipe=reverse", "sft.steps=20", "sft.checkpoint_every=8", "rl.steps=6", "rl.checkpoint_every=2", "rl.eval_every=4",
     "eval.max_tasks=8", "rollout.batch_size=16", "rollout.group_size=4", "rollout.max_tokens=24", "model.tiny.hidden_size=64", "algo.minibatches=2",
@@ -264,7 +266,6 @@ print("codes", main(SMALL), main([*SMALL, "seed=1"]), main([*SMALL, "seed=-1"]))
 """
 
 
-@pytest.mark.slow
 def test_a_script_calls_main_twice_and_needs_no_main_guard(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     result = subprocess.run(
@@ -275,7 +276,6 @@ def test_a_script_calls_main_twice_and_needs_no_main_guard(tmp_path):
     assert len(list((tmp_path / "outputs" / "reverse").iterdir())) == 2
 
 
-@pytest.mark.slow
 def test_data_seed_varies_the_order_of_tasks_alone(tmp_path):
     """The same model and the same random numbers of sampling; other tasks."""
     for name, seeds in {"one": [], "two": ["data_seed=1"]}.items():
@@ -304,7 +304,6 @@ def test_a_sweep_s_exit_code_is_that_of_its_jobs(tmp_path, launcher):
         assert seeds == [3, 4]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["basic", "joblib"])
 def test_a_signal_ends_a_sweep_and_every_job_saves(tmp_path, launcher):
     if launcher == "joblib":

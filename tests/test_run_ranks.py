@@ -97,7 +97,6 @@ def ranks_of(process: subprocess.Popen) -> list[psutil.Process]:
     return [found[rank] for rank in sorted(found)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_is_killed_ends_the_run_in_seconds(tmp_path, victim):
     process = start(tmp_path, "ranks=2", "rl.steps=20")
@@ -128,7 +127,6 @@ def test_an_error_of_all_ranks_is_said_once(tmp_path):
     assert "Traceback" not in output
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(
     not shutil.which("torchrun", path=Path(sys.executable).parent), reason="torchrun is not beside this python"
 )

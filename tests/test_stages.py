@@ -16,6 +16,8 @@ from hybrid_rl.processes.ranks import Ranks
 from hybrid_rl.report.console import Console
 from tests.bad_inputs.conftest import SMALL
 
+pytestmark = pytest.mark.slow
+
 SILENT = "reward._target_=tests.rewards.constant"
 
 

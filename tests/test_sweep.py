@@ -109,7 +109,6 @@ open(os.path.join(job, "summary.json"), "w").write("{}")
     assert sweep._objective(tmp_path / "1") == 0.25
 
 
-@pytest.mark.slow
 def test_submitit_s_local_executor(tmp_path):
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     output = run(tmp_path, *EVALUATES, "hydra/launcher=submitit_local", "data.eval_tasks=0,2", code=1)
@@ -119,7 +118,6 @@ def test_submitit_s_local_executor(tmp_path):
     assert said.count("sweep job 0 failed with exit code 1") == said.count("evaluation reward: model") == 1
 
 
-@pytest.mark.slow
 def test_optuna_gets_the_reward_and_names_the_best(tmp_path):
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     search = [

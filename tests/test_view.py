@@ -21,6 +21,8 @@ from hybrid_rl.report.viewer import Unknown, Viewer
 from hybrid_rl.run_folder.rollouts import TOKENS, write_rollouts
 from hybrid_rl.types import Group, Rollout, Task
 
+pytestmark = pytest.mark.slow
+
 EVIL = "<img src=x onerror=document.title='broken'>"
 GROUPS, MEMBERS = 3, 4
 

@@ -13,6 +13,8 @@ from hybrid_rl.preflight.settings import load
 from hybrid_rl.run_folder import checkpoint
 from tests.bad_inputs.conftest import SMALL, NoScorer
 
+pytestmark = pytest.mark.slow
+
 SAME = [
     "rollout.max_prompt_tokens=200",
     "data.max_length=12",

@@ -22,7 +22,7 @@ from hybrid_rl.model_folder.tokenizer import end_ids, read_tokenizer
 from tests.device import DEVICE
 from tests.engine_contract import PROMPTS, EngineContract, collect, requests
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 
 @pytest.fixture(scope="session")

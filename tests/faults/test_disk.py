@@ -62,7 +62,6 @@ def test_a_full_disk_for_other_files(wholes, tmp_path, phase):
     assert_same(wholes[1], tmp_path)
 
 
-@pytest.mark.slow
 def test_a_full_disk_on_one_rank_ends_both(wholes, tmp_path):
     output = run(tmp_path, ranks=2, moment=Moment("copy", 4, 0.0, full_for_checkpoints), victim=1, code=1)
     assert "could not be written, the one before is untouched" in output

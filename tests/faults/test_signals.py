@@ -54,7 +54,6 @@ def test_a_signal_during_the_export_comes_too_late(wholes, tmp_path):
     assert_same(wholes[1], tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("phase", "call"), [("imitation", 6), ("sampling", 2), ("evaluation", 0)])
 def test_ranks_agree_where_they_stop_though_one_alone_was_told(wholes, tmp_path, phase, call):
     output = run(tmp_path, ranks=2, moment=Moment(phase, call, 0.0, TERM), victim=1, code=143)

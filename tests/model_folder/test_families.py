@@ -10,6 +10,8 @@ from tests.model_folder import families
 from tests.model_folder.families import FAMILIES, PAGE
 from tests.ranks import on_ranks
 
+pytestmark = pytest.mark.slow
+
 # One of each kind: fused experts beside a dense layer; biases, the head's too, and dropout; no linear module; refused
 FEW = ["qwen3_moe", "phi", "gpt2", "falcon"]
 
@@ -31,7 +33,6 @@ def test_some_families(family, tmp_path):
     check(family, tmp_path / "model")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in FEW])
 def test_every_other_family(family, tmp_path):
     check(family, tmp_path / "model")
@@ -41,7 +42,6 @@ def test_the_page_lists_every_family():
     assert list(listed()) == list(FAMILIES)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [Precision.float32, Precision.bfloat16])
 @pytest.mark.parametrize("world", [1, 2])
 def test_every_family_that_runs_on_several_ranks_and_in_half_precision(world, dtype, tmp_path):

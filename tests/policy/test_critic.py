@@ -43,6 +43,8 @@ from tests.policy.test_sharding import ADVANTAGES, Recorder, rollouts
 from tests.ranks import on_ranks
 from tests.updates import rows_of, update
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 CLIP = 0.5
 GAE = {"_target_": "hybrid_rl.algo.gae.advantages"}

@@ -29,6 +29,8 @@ from tests.ranks import on_ranks
 from tests.sessions import make_session
 from tests.test_learner import batch, part
 
+pytestmark = pytest.mark.slow
+
 BROKEN = "tests.broken"
 
 
@@ -355,7 +357,6 @@ def learns_on(ranks: Ranks, folder: Path, out: Path, algo: dict[str, Any], setti
     return numbers["skipped"], still, str(faults[0]), sound["skipped"], broken, broken_weight(policy)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", ["advantage", "loss", "gradient"])
 @pytest.mark.parametrize("shard", [0, 1, 2])
 def test_ranks_skip_together(tiny_folder, tmp_path, capsys, case, shard):

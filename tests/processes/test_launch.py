@@ -138,7 +138,6 @@ def test_one_rank_is_this_very_process(start, tmp_path):
     assert [(f["pid"], f["world"], f["group"]) for f in facts(tmp_path)] == [(process.pid, 1, False)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("command", [TORCHRUN, ACCELERATE], ids=["torchrun", "accelerate"])
 def test_other_launchers(start, tmp_path, command):
     assert "2 ranks agree\n" in end(start("agrees", command))
@@ -147,7 +146,6 @@ def test_other_launchers(start, tmp_path, command):
     assert [one["folder"]] == [str(p) for p in tmp_path.glob("outputs/reverse/*")]
 
 
-@pytest.mark.slow
 def test_several_nodes(start, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -163,7 +161,6 @@ def test_several_nodes(start, tmp_path):
     assert len({fact["folder"] for fact in facts(tmp_path)}) == 1
 
 
-@pytest.mark.slow
 def test_a_sweep_starts_the_ranks_of_each_job(start, tmp_path):
     assert end(start("agrees", [*OWN, "-m", "seed=1,2"])).count("2 ranks agree\n") == 2
     assert sorted(Path(fact["folder"]).name for fact in facts(tmp_path)) == ["0", "0", "1", "1"]
@@ -193,7 +190,6 @@ def test_the_rank_that_fails_speaks_alone(start, does, error):
     assert output.count("Traceback") == 1
 
 
-@pytest.mark.slow
 def test_under_torchrun_the_rank_that_fails_speaks_first(start):
     output = end(start("second_raises", TORCHRUN), code=1)
     assert (
@@ -295,7 +291,6 @@ def test_one_rank_that_hangs_says_so_itself(start, tmp_path):
     assert_gone(processes)
 
 
-@pytest.mark.slow
 def test_under_another_launcher_collectives_give_up(start):
     output = end(
         start("second_hangs", [*TORCHRUN, "rank_timeout=6", "stop_timeout=5"]), code=1, patience=180

@@ -8,6 +8,8 @@ import pytest
 
 from tests.test_run import kill_when, metrics, rollouts, run, run_folder, same, start
 
+pytestmark = pytest.mark.slow
+
 # completions of 1 to 24 tokens, from a model that nothing has taught
 SETTINGS = [
     "sft.steps=0",
@@ -47,7 +49,6 @@ def test_a_run_killed_with_groups_under_way_goes_on_to_the_bit(whole, settings, 
     same(whole[0], tmp_path)
 
 
-@pytest.mark.slow
 def test_two_ranks_killed_with_groups_under_way_go_on_to_the_bit(settings, tmp_path):
     folders = [tmp_path / name for name in ("whole", "killed")]
     settings = [*settings, "ranks=2", "rollout.max_tokens=64"]
