@@ -123,7 +123,7 @@ class Environments:
                 del self._live[next(iter(self._live))]
             return Turn(live.reply)
         parts = live.parts or ({} if self.reward else {ONE: 0.0})
-        return checked(Score(sum(parts.values()), parts, live.measures, live.answer))
+        return checked(Score(sum(parts.values()), parts, live.measures, live.answer, live.reply is not None))
 
     async def _step(self, live: _Live, said: Said) -> None:
         """Tell the environment the next completion. Raises Refused for a reply that is none, or another than before."""
@@ -161,4 +161,5 @@ def _sum(own: Score, of_reward: Result) -> Result:
             BAD_REPLY, f"the environment and the reward both pay a part named {twice[0]!r}; rename one of them"
         )
     parts, measures = {**own.parts, **of_reward.parts}, {**own.measures, **of_reward.measures}
-    return checked(Score(sum(parts.values()), parts, measures, of_reward.extracted or own.extracted))
+    answer = own.extracted if of_reward.extracted is None else of_reward.extracted
+    return checked(Score(sum(parts.values()), parts, measures, answer, own.cut))

@@ -52,6 +52,7 @@ class Score:
     parts: dict[str, float]
     measures: dict[str, float] = field(default_factory=dict)
     extracted: str | None = None  # the answer that it found in the completion
+    cut: bool = False  # whether an environment would have gone on
 
 
 @dataclass(frozen=True, slots=True)

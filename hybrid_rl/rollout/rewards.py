@@ -159,6 +159,8 @@ class Scorer:
                 rollout.error, rollout.fault = result.text, result.kind
             else:
                 rollout.score(result.reward, result.parts, result.measures, result.extracted)
+                if result.cut and rollout.finish_reason == "stop":  # no answer was left
+                    rollout.finish("turns", rollout.completion)
             hangs.progress()
         self._pending.clear()
         return turns

@@ -30,9 +30,7 @@ class Conversations:
         key = (rollout.group_id, rollout.index)
         before = self._said.get(key) or Said(rollout.seed, ())
         completions = (*before.completions, text)
-        if reason == "stop" and len(completions) >= self.max_turns:
-            reason = "turns"
-        ended = reason != "stop"
+        ended = reason != "stop" or len(completions) >= self.max_turns
         rollout.finish(reason, exact_text(rollout.token_ids[rollout.prompt_length :].tolist(), self.tokenizer))
         self._said[key] = Said(rollout.seed, completions, before.replies, ended)
         return self._said[key]

@@ -132,6 +132,8 @@ def test_many_conversations_keep_apart(environment, workers):
 
 def test_each_limit_has_its_own_reason_and_what_was_paid_counts():
     ((by_turns,), _) = play(lambda seen: "abc", "Echo", max_turns=3)
+    ((in_time,), _) = play(bisect, max_turns=3)
+    assert [(r.finish_reason, r.turns, r.reward) for r in in_time.rollouts] == [("stop", 3, 1.0)] * 2
     ((by_length,), _) = play(lambda seen: "abc" if "answer" not in seen else "x" * 90, "Echo", max_tokens=60)
     reply = TOKENIZER.encode("<|im_start|>user\nanswer 1 of abc<|im_end|><|im_start|>assistant\n")
     ((by_context,), _) = play(lambda seen: "abc", "Echo", max_tokens=4 + len(reply))
