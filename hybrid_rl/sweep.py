@@ -82,9 +82,10 @@ def _job(own: Path | None, config: DictConfig) -> int | float | None:
 
     Returns its exit code; to a sweeper that searches the reward of its last evaluation, None if it failed.
     """
-    if asked():  # a signal is meant for the whole sweep, a failure only for its job
-        return 128 + asked()
     job = HydraConfig.get()
+    searches = job.runtime.choices[SWEEPER] != "basic"
+    if asked():  # a signal is meant for the whole sweep, a failure only for its job
+        return None if searches else 128 + asked()
     task, folder = list(job.overrides.task), Path(job.runtime.output_dir)
     what = f"sweep job {job.job.num}"
     print(f"\n{what}: {' '.join(task)}", flush=True)
@@ -97,7 +98,7 @@ def _job(own: Path | None, config: DictConfig) -> int | float | None:
         code = 0
     if code and code <= 128:
         print(f"{what} failed with exit code {code}: {' '.join(task)}", flush=True)
-    if job.runtime.choices[SWEEPER] == "basic":
+    if not searches:
         return code
     return None if code else _objective(folder)
 

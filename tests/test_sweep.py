@@ -6,6 +6,7 @@ import json
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -134,3 +135,12 @@ def test_optuna_gets_the_reward_and_names_the_best(tmp_path):
     assert output.count("evaluation reward: model") == 3 - failed
     assert f"sweep:   {3 - failed} of 3 jobs reached their end" in output
     assert "best:    {" in output
+
+
+def test_jobs_after_a_signal_give_a_search_no_value(monkeypatch):
+    """Else the search would take an exit code for the best reward of all."""
+    for name, result in (("optuna", None), ("basic", 143)):
+        job = SimpleNamespace(runtime=SimpleNamespace(choices={sweep.SWEEPER: name}))
+        monkeypatch.setattr(sweep.HydraConfig, "get", lambda job=job: job)
+        monkeypatch.setattr(sweep, "asked", lambda: 15)
+        assert sweep._job(None, OmegaConf.create()) == result

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from hybrid_rl.report.charts import Record
@@ -57,9 +58,22 @@ class Group:
     runs: list[Run]
 
     def values(self, of: Callable[[Run], float]) -> dict[str, float]:
-        """Return seed → value of the runs that have one."""
-        found = {text(run.config.get("seed")): of(run) for run in self.runs}
-        return {seed: value for seed, value in found.items() if not math.isnan(value)}
+        """Return seed → value, the mean of its runs that have one; of finished runs alone, if the seed has any."""
+        found: dict[str, list[tuple[bool, float]]] = {}
+        for run in self.runs:
+            if not math.isnan(value := of(run)):
+                found.setdefault(text(run.config.get("seed")), []).append((bool(run.summary), value))
+        return {seed: fmean(_best_known(own)) for seed, own in found.items()}
+
+
+def _count(runs: int, seeds: int) -> str:
+    """Return the number of runs, and that of seeds if runs share some, or have no evaluation."""
+    return str(runs) if runs == seeds else f"{runs} ({seeds} seed{'s' * (seeds != 1)})"
+
+
+def _best_known(values: Sequence[tuple[bool, float]]) -> list[float]:
+    """Return the values of finished runs, or all of them if none is finished."""
+    return [value for finished, value in values if finished] or [value for _, value in values]
 
 
 @dataclass(frozen=True)
@@ -86,7 +100,7 @@ class Comparison:
             rows.append(
                 [
                     group.label,
-                    str(len(group.runs)),
+                    _count(len(group.runs), len(own)),
                     spread(own.values()),
                     spread(against, signed=True),
                     "–" if math.isnan(p := paired(against)) else f"{p:.2g}",

@@ -88,6 +88,14 @@ def test_an_unfinished_run_counts_with_its_last_evaluation(tmp_path):
     assert comparison.runs() == [[str(tmp_path / "a"), "reverse", "0", "0.1", "2", "not finished"]]
 
 
+def test_runs_of_one_seed_count_once_and_unfinished_ones_only_if_there_is_no_other(tmp_path):
+    for name, reward, finished in (("a", 0.9, True), ("b", 0.5, True), ("c", 0.7, True), ("d", 0.01, False)):
+        make_run(tmp_path / name, 0, 1e-3, reward, finished)
+    (group,) = compare(find_runs([tmp_path])).groups
+    assert group.values(evaluated) == {"0": pytest.approx(0.7)}
+    assert compare(find_runs([tmp_path])).table()[1][0][1:3] == ["4 (1 seed)", "0.7"]
+
+
 def test_the_page_is_one_file_and_escapes_what_runs_wrote(sweep, tmp_path):
     make_run(tmp_path / "evil", 0, 1e-4, 0.5, name="<script>alert(1)</script>")
     write_comparison(compare(find_runs([sweep, tmp_path / "evil"])), tmp_path / "page.html")
