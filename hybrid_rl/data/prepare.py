@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -31,7 +33,18 @@ def prepare(config: Config, sets: TaskSets, tokenizer: PreTrainedTokenizerBase, 
     check_sizes(kept, **needed)
     if config.rl.steps:
         make_draws(kept.rl, data, seed=0, at_least=needed["rl_tasks"])
-    return checked
+    return replace(checked, notes=[*checked.notes, *_unpaid(config, sets)])
+
+
+def _unpaid(config: Config, sets: TaskSets) -> Iterator[str]:
+    """Yield a line for each part of the reward that is limited to a source which no task has."""
+    known = sorted({task.source for task in (*sets.rl, *sets.eval)})
+    for name, part in config.reward.items():
+        given = part.get("sources") if isinstance(part, Mapping) else None
+        for source in [given] if isinstance(given, str) else given or []:
+            if source not in known:
+                there = ", ".join(s or '""' for s in known)
+                yield f"no task is of the source {source!r}, which reward.{name}.sources names; there are: {there}"
 
 
 def environment_of(config: Config) -> Facts:

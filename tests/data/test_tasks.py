@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_rl.config import Config, PolicyConfig, RolloutConfig, SftConfig
+from hybrid_rl.config import Config, PolicyConfig, RlConfig, RolloutConfig, SftConfig
 from hybrid_rl.data import DataError, TaskSets, load_task_sets
 from hybrid_rl.data.prepare import prepare
 from hybrid_rl.data.render import completion_text, demonstration, prompt_ids
@@ -105,6 +105,16 @@ def test_tasks_that_are_too_long_are_dropped_and_counted_by_source(policy):
     assert prepare(long, sets, policy.tokenizer, 300).dropped == {
         "s9": f"prompt and demonstration over policy.row_tokens={base + 4} tokens"
     }
+
+
+def test_a_part_of_the_reward_for_a_source_that_no_task_has_is_told(policy):
+    sets = TaskSets([], [replace(task("r", "d", "x"), source="maths")], [task("e", "d", "y")])
+    parts = {"a": {"_target_": "m.f", "sources": ["maths"]}, "b": {"_target_": "m.f", "sources": ["code", "math"]}}
+    config = Config(reward=parts, rl=RlConfig(steps=0), sft=SftConfig(steps=0), policy=PolicyConfig(row_tokens=100))
+    assert prepare(config, sets, policy.tokenizer, 300).notes == [
+        f'no task is of the source {name!r}, which reward.b.sources names; there are: "", maths'
+        for name in ("code", "math")
+    ]
 
 
 def test_digests_name_everything_that_tasks_say_in_their_order():
