@@ -31,9 +31,8 @@ class Growing:
     def draw(self, count: int, step: int) -> list[int]:
         limit, drawn = max(self.lowest, self.limit(step)), list[int]()
         while len(drawn) < count:
-            # one at a time: a task drawn in excess would be passed over until the next epoch
-            drawn += [i for i in self.sampler.draw(1) if self.levels[i] <= limit]
-        return drawn
+            drawn += [i for i in self.sampler.draw(count) if self.levels[i] <= limit]
+        return drawn[:count]
 
     def learn(self, place: int, group: Group) -> None:
         """Learn nothing: the order does not depend on the policy."""

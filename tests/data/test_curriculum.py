@@ -57,12 +57,6 @@ def test_easiest_first_allows_the_easiest_share(levels, steps, at_least):
     assert Counter(draws.draw(10 * len(levels), steps)).keys() == set(range(len(levels)))  # then all of them
 
 
-def test_tasks_that_may_be_drawn_come_once_an_epoch():
-    """Also if others are passed over: none is lost because it was looked at in excess."""
-    draws = order(tasks([1, 2] * 50), "stages", column="level", limits={1: 1})
-    assert set(Counter(i for step in range(1, 51) for i in draws.draw(8, step)).values()) == {8}
-
-
 def test_stages_begin_with_their_steps():
     draws = order(tasks(["1", 2, 3.0, 4] * 5), "stages", column="level", limits={1: 1, 3: 3, 10: None})
     allowed = {step: {i % 4 + 1 for i in draws.draw(60, step)} for step in (1, 2, 3, 9, 10, 50)}
