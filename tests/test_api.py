@@ -26,6 +26,7 @@ def test_a_name_that_is_not_there():
         _ = hybrid_rl.trein
 
 
+@pytest.mark.slow
 def test_runs_in_one_process(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     one = hybrid_rl.train("reverse", [*EVALUATES, "rl.steps=1"])

@@ -124,6 +124,7 @@ def test_tokens_give_the_text_back(make, name):
     assert completion_text(rollout.token_ids[rollout.prompt_length :].tolist(), tokenizer, stopped=True) == text
 
 
+@pytest.mark.slow
 def test_from_rollout_to_report(tmp_path):
     """What is not text at all is replaced: half a pair by "?" where it is written, bytes that are no character by U+FFFD."""
     tokenizer, texts = character_tokenizer([]), {**ODD, "half a pair": "a\ud800b"}

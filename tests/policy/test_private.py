@@ -48,6 +48,7 @@ def gathered(ranks: Ranks) -> list[float]:
     return out.tolist()
 
 
+@pytest.mark.slow
 def test_equal_parts_are_gathered_in_the_order_of_ranks():
     assert on_ranks(2, gathered) == [[0.0, 0.0, 1.0, 1.0]] * 2, BROKEN
 

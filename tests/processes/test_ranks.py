@@ -23,6 +23,7 @@ def everything(ranks: Ranks) -> dict:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 3])
 def test_every_rank_learns_the_same(world):
     expected = {

@@ -234,6 +234,7 @@ def collect_on(ranks: Ranks, folder, reward: str) -> list[list[tuple]]:
         scorer.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
 def test_the_same_seed_gives_the_same_rollouts_on_any_number_of_ranks(tiny_folder, world):
     """Prompt, completion and reward stay together over ranks, replacements included; every rank samples its share and knows them all."""

@@ -308,6 +308,7 @@ def converse_on(ranks: Ranks, folder) -> list[tuple]:
     return [(r.token_ids.tolist(), r.loss_mask.tolist(), r.reward, r.turns) for g in groups for r in g.rollouts]
 
 
+@pytest.mark.slow
 def test_ranks_hold_the_same_conversations(tiny_folder):
     expected = converse_on(Ranks(), tiny_folder)
     assert len({turns for *_, turns in expected}) > 1  # some rounds are of one rank alone

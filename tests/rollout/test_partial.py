@@ -234,6 +234,7 @@ def collect_on(ranks: Ranks, folder) -> tuple[list[list[tuple]], list[dict], int
         scorer.close()
 
 
+@pytest.mark.slow
 def test_ranks_agree_on_the_groups_that_end_first(folder_of):
     results = on_ranks(2, collect_on, folder_of("staggered"))
     again = on_ranks(2, collect_on, folder_of("staggered"))

@@ -22,6 +22,8 @@ from hybrid_rl.types import Rollout, Task
 from tests.refused import CALLS
 from tests.sandbox.attacks import ATTACKS, BEGIN, HOARDERS, MUST_FIND
 
+pytestmark = pytest.mark.slow
+
 MISSING = sandbox.check()
 needs_sandbox = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 ROOM = Limits(
@@ -445,7 +447,6 @@ def test_limits_must_be_positive_and_finite(change):
         Limits(**change)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dry", ["true", "false"])
 def test_a_run_without_a_sandbox_ends_before_its_model_loads(dry, tmp_path):
     """As in a container that denies unshare and mount; the line says what to do, and nothing is trained."""
